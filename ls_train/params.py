@@ -1,0 +1,331 @@
+"""Flat parameter and gradient buffers that ordinary ``nn.Parameter`` objects are windows of.
+
+Layers create ordinary parameters. Where the optimiser is built, :class:`FlatParameters` moves them into one buffer per
+(dtype, device, trainable or frozen): the optimiser then runs once over the buffer, and matrices that are multiplied
+together lie together, so that q, k and v are one GEMM (:func:`joined`).
+
+- Each parameter keeps a storage of its own that covers exactly its elements (an alias of the buffer's memory made with
+  DLPack). ``state_dict``, ``torch.save`` and pickle therefore store a parameter and not the buffer around it, and
+  ``copy.deepcopy`` gives independent parameters.
+- Order: layers declare what belongs together with :func:`keep_together`. Deepcopy drops such a declaration; parameters
+  that are given with their names are recognised by fairseq's names as well.
+- :meth:`FlatBuffer.intact` notices when something (``.half()``, ``param.data = ...``) took a parameter out again.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.weak import WeakTensorKeyDictionary
+
+ALIGNMENT = 64  # elements: every group of parameters that is multiplied together starts at a multiple of 128 bytes
+
+_buffers = WeakTensorKeyDictionary()  # parameter -> weak reference to the FlatBuffer that owns it
+
+_SELF_ATTENTION = re.compile(r"^(.*?)self_attn\.([qkv])_proj\.(weight|bias)$")
+_CROSS_ATTENTION = re.compile(r"^(.*?)(\d+)\.encoder_attn\.([kv])_proj\.(weight|bias)$")
+
+
+def keep_together(tensors: Iterable[Tensor]) -> None:
+    """Declare that parameters are to lie directly one after another, in this order, once they are flattened.
+
+    Called by a layer for (q, k, v) weights and biases, and by a decoder for all layers' cross k0, v0, k1, v1, ...
+    A parameter belongs to one such group; a later call replaces an earlier one. ``Module.half`` and ``Module.to`` keep
+    the declaration, ``copy.deepcopy`` drops it: a module may declare again in ``__setstate__``.
+    """
+    key = uuid.uuid4().hex
+    for index, tensor in enumerate(tensors):
+        tensor.flat_group = (key, index)
+
+
+def grad_slot(param: Tensor) -> GradSlot | None:
+    """Return where to write the gradient of ``param``, or None: then return a fresh gradient to autograd.
+
+    There is a slot only while a :class:`FlatParameters` with ``direct_grads`` owns exactly this tensor object.
+    """
+    buffer = _owner(param)
+    return buffer.slot(param) if buffer is not None and buffer.direct_grads else None
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return one view ``(sum of rows, ...)`` of tensors that lie directly one after another, else None.
+
+    Works for parameters of one flat buffer, for gradient slots and for views of one storage. The view carries no
+    autograd history.
+    """
+    first = tensors[0]
+    if any(t.dtype != first.dtype or t.shape[1:] != first.shape[1:] for t in tensors):
+        return None
+    buffer = _owner(first)
+    if buffer is not None:
+        return buffer.joined(tensors)
+    storage, offset = first.untyped_storage()._cdata, first.storage_offset()
+    for tensor in tensors:
+        if tensor.untyped_storage()._cdata != storage or tensor.storage_offset() != offset:
+            return None
+        if not tensor.is_contiguous():
+            return None
+        offset += tensor.numel()
+    shape = (sum(t.shape[0] for t in tensors), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride(), first.storage_offset())
+
+
+class GradSlot:
+    """Place of one parameter's gradient in the flat gradient buffer.
+
+    Attributes:
+        param: the parameter.
+        tensor: view of the flat gradient buffer with the parameter's shape.
+    """
+
+    __slots__ = ("param", "tensor")
+
+    def __init__(self, param: Tensor, tensor: Tensor) -> None:
+        self.param = param
+        self.tensor = tensor
+
+    @property
+    def written(self) -> bool:
+        """Whether the slot holds a gradient: the writer then adds to it, otherwise it overwrites.
+
+        It follows ``param.grad``, so every way of clearing gradients, ``param.grad = None`` included, empties the slot.
+        """
+        return self.param.grad is self.tensor
+
+    def commit(self) -> None:
+        """Make the slot the parameter's ``.grad``, after writing; a gradient autograd left there is added to it."""
+        grad = self.param.grad
+        if grad is self.tensor:
+            return
+        if grad is not None:
+            self.tensor.add_(grad)
+        self.param.grad = self.tensor
+
+
+class FlatBuffer:
+    """Parameters of one dtype and device in one contiguous tensor.
+
+    Parameter (slot) s owns ``data[begins[s] : begins[s] + params[s].numel()]``. Up to ``begins[s + 1]`` follows
+    padding, which is zero and stays zero.
+
+    Attributes:
+        params: the parameters in buffer order.
+        begins: first element of each slot, and the length of the buffer as last entry.
+        data: (n,) parameters.
+        segments: int64 (S + 1,) ``begins`` on the device.
+        direct_grads: whether :func:`grad_slot` hands out the slots.
+    """
+
+    def __init__(self, params: Sequence[Tensor], lengths: Sequence[int]) -> None:
+        """Move ``params`` into a new buffer, the slot of parameter s being ``lengths[s]`` elements long.
+
+        A single parameter that is contiguous already and needs no padding stays where it is.
+        """
+        self.params = tuple(params)
+        self.direct_grads = False
+        self.begins = [0]
+        for length in lengths:
+            self.begins.append(self.begins[-1] + length)
+        first = self.params[0]
+        self.segments = torch.tensor(self.begins).to(first.device)
+        if len(self.params) == 1 and first.is_contiguous() and lengths[0] == first.numel():
+            self.data = first.detach().view(-1)
+        else:
+            self.data = torch.zeros(self.begins[-1], dtype=first.dtype, device=first.device)
+            for begin, param in zip(self.begins, self.params, strict=False):
+                window = self._window(self.data, begin, param)
+                window.copy_(param.detach())
+                param.data = window
+        self._pointers = [param.data_ptr() for param in self.params]
+        self._index = {id(param): slot for slot, param in enumerate(self.params)}
+        self._grad: Tensor | None = None
+        self._slots: list[GradSlot] = []
+        for param in self.params:
+            _buffers[param] = weakref.ref(self)
+
+    @property
+    def grad(self) -> Tensor:
+        """Gradients (n,), laid out like ``data``; allocated at first use."""
+        if self._grad is None:
+            self._place_grads(torch.zeros_like(self.data))
+        return self._grad
+
+    def slot(self, param: Tensor) -> GradSlot:
+        """Return the gradient slot of ``param``, which this buffer must own."""
+        if self._grad is None:
+            self._place_grads(torch.zeros_like(self.data))
+        return self._slots[self._index[id(param)]]
+
+    def intact(self) -> bool:
+        """Return whether every parameter still lies where this buffer put it."""
+        return [param.data_ptr() for param in self.params] == self._pointers
+
+    def window(self, flat: Tensor, slot: int) -> Tensor:
+        """Return the part of ``flat`` (n,) that is ``slot``'s, in the parameter's shape and as a storage of its own."""
+        return self._window(flat, self.begins[slot], self.params[slot])
+
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Return the view of parameters ``tensors`` if they are neighbours in this buffer, else None."""
+        slot = self._index[id(tensors[0])]
+        begin = end = self.begins[slot]
+        for tensor in tensors:
+            if slot == len(self.params) or self.params[slot] is not tensor or self.begins[slot] != end:
+                return None
+            if tensor.data_ptr() != self._pointers[slot]:
+                return None
+            end += tensor.numel()
+            slot += 1
+        return self.data[begin:end].view(sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
+
+    def collect_grads(self) -> list[bool]:
+        """Bring ordinary ``.grad`` tensors into ``grad`` and return for each slot whether it has a gradient.
+
+        ``param.grad`` becomes the slot, so that what is done to ``grad`` afterwards is seen there.
+
+        Raises:
+            TypeError: a gradient is sparse.
+        """
+        grads = [param.grad for param in self.params]
+        if all(grad is None for grad in grads):
+            return [False] * len(grads)
+        for param, grad in zip(self.params, grads, strict=True):
+            if grad is not None and grad.layout != torch.strided:
+                raise TypeError(
+                    f"the gradient of a parameter of shape {tuple(param.shape)} has layout {grad.layout}; only dense "
+                    "gradients are supported, build the embedding with sparse=False"
+                )
+        if len(grads) == 1 and grads[0].is_contiguous() and grads[0].numel() == self.data.numel():
+            if self._grad is None or grads[0] is not self._slots[0].tensor:
+                self._grad = grads[0].detach().view(-1)
+                self._slots = [GradSlot(self.params[0], grads[0])]
+            return [True]
+        if self._grad is None:
+            self._place_grads(torch.zeros_like(self.data))
+        stray = [s for s, g in zip(self._slots, grads, strict=True) if g is not None and g is not s.tensor]
+        if stray:
+            torch._foreach_copy_([slot.tensor for slot in stray], [slot.param.grad.detach() for slot in stray])
+            for slot in stray:
+                slot.param.grad = slot.tensor
+        return [grad is not None for grad in grads]
+
+    def _place_grads(self, flat: Tensor) -> None:
+        self._grad = flat
+        self._slots = [
+            GradSlot(param, flat[begin : begin + param.numel()].view(param.shape))
+            for begin, param in zip(self.begins, self.params, strict=False)
+        ]
+
+    @staticmethod
+    def _window(flat: Tensor, begin: int, param: Tensor) -> Tensor:
+        view = flat[begin : begin + param.numel()].view(param.shape)
+        return from_dlpack(to_dlpack(view))
+
+
+class FlatParameters:
+    """Parameters of any number of dtypes and devices in flat buffers.
+
+    Attributes:
+        buffers: one :class:`FlatBuffer` per (dtype, device, trainable or frozen), in order of first appearance.
+    """
+
+    def __init__(self, params: Iterable[Tensor | tuple[str, Tensor]], flatten: bool = True) -> None:
+        """Flatten ``params``, to be called after ``.half()``, ``.to()`` and tying.
+
+        Args:
+            params: parameters or (name, parameter) pairs; one that comes more than once (tied) gets one slot.
+            flatten: False gives every parameter a buffer of its own and leaves it where it is.
+
+        Raises:
+            ValueError: a parameter is not a dense floating-point leaf tensor.
+        """
+        kinds: dict[tuple, list[tuple[Tensor, tuple]]] = {}
+        seen: set[int] = set()
+        for entry in params:
+            name, param = entry if isinstance(entry, tuple) else (None, entry)
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
+            _check(param, name)
+            kind = (param.dtype, param.device, param.requires_grad) if flatten else id(param)
+            kinds.setdefault(kind, []).append((param, _group(param, name)))
+        self.buffers = [FlatBuffer(*_arrange(members, flatten)) for members in kinds.values()]
+        self._direct_grads = False
+
+    @property
+    def direct_grads(self) -> bool:
+        """Whether layers write gradients straight into the flat buffer and return none to autograd.
+
+        Gradient hooks, DDP and ``torch.autograd.grad`` do not see such gradients: only who owns the whole training
+        step may switch this on.
+        """
+        return self._direct_grads
+
+    @direct_grads.setter
+    def direct_grads(self, on: bool) -> None:
+        self._direct_grads = on
+        for buffer in self.buffers:
+            buffer.direct_grads = on
+
+    def intact(self) -> bool:
+        """Return whether every parameter still lies where it was put."""
+        return all(buffer.intact() for buffer in self.buffers)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients: drop them, or set them to zero."""
+        for buffer in self.buffers:
+            for param in buffer.params:
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.detach().zero_()
+
+
+def _owner(tensor: Tensor) -> FlatBuffer | None:
+    reference = _buffers.get(tensor)
+    return reference() if reference is not None else None
+
+
+def _check(param: Tensor, name: str | None) -> None:
+    if param.layout == torch.strided and param.is_floating_point() and param.is_leaf:
+        return
+    label = f"parameter {name}" if name else "a parameter"
+    raise ValueError(
+        f"{label} of shape {tuple(param.shape)}, dtype {param.dtype}, layout {param.layout} cannot be flattened: only "
+        "dense floating-point leaf tensors can; leave it to another optimiser"
+    )
+
+
+def _group(param: Tensor, name: str | None) -> tuple:
+    """Return (key, index): parameters of one key lie together, ordered by index."""
+    hint = getattr(param, "flat_group", None)
+    if hint is not None:
+        return hint
+    if name is not None and (match := _SELF_ATTENTION.match(name)):
+        prefix, projection, kind = match.groups()
+        return (prefix, "self_attn", kind), "qkv".index(projection)
+    if name is not None and (match := _CROSS_ATTENTION.match(name)):
+        prefix, layer, projection, kind = match.groups()
+        return (prefix, "encoder_attn", kind), 2 * int(layer) + "kv".index(projection)
+    return id(param), 0
+
+
+def _arrange(members: list[tuple[Tensor, tuple]], pad: bool) -> tuple[list[Tensor], list[int]]:
+    """Return the parameters in buffer order and the length of each one's slot."""
+    groups: dict[object, list[tuple[int, Tensor]]] = {}
+    for param, (key, index) in members:
+        groups.setdefault(key, []).append((index, param))
+    params: list[Tensor] = []
+    lengths: list[int] = []
+    for group in groups.values():
+        ordered = [param for _, param in sorted(group, key=lambda entry: entry[0])]
+        params += ordered
+        lengths += [param.numel() for param in ordered]
+        if pad and len(members) > 1:
+            lengths[-1] += -sum(lengths[-len(ordered) :]) % ALIGNMENT
+    return params, lengths
