@@ -1,0 +1,113 @@
+"""Argument checks shared by the operators: every message names operator, argument, value and what to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ls_train import rng
+
+FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+ROW_BLOCKS = 264
+"""Largest number of row blocks whose partial column sums a CUDA kernel writes into its workspace."""
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of statistics and internal arithmetic for activations of type ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Arguments:
+    """Checks the arguments of one call of operator ``op`` against the device and type of a leading tensor.
+
+    Args:
+        op: operator name for messages.
+        name: name of the leading tensor.
+        tensor: the leading tensor; it fixes device and activation type of all others.
+        dimensions: number of dimensions it must have.
+        contiguous: whether it must be contiguous.
+    """
+
+    def __init__(self, op: str, name: str, tensor: Tensor, dimensions: int, contiguous: bool = True) -> None:
+        self.op = op
+        self.device = tensor.device
+        self.dtype = tensor.dtype
+        self.leader = name
+        if tensor.dtype not in FLOAT_TYPES:
+            self.fail(TypeError, name, f"has dtype {tensor.dtype}; use float32, float16, bfloat16 or float64")
+        if tensor.dtype == torch.float64 and tensor.device.type == "cuda":
+            self.fail(TypeError, name, "is float64, which works on the CPU only; convert it to float32")
+        if tensor.dim() != dimensions:
+            self.fail(ValueError, name, f"has shape {tuple(tensor.shape)}; it needs {dimensions} dimensions")
+        if contiguous:
+            self._contiguous(name, tensor)
+
+    @property
+    def statistics(self) -> torch.dtype:
+        """Type of statistics: float32, or float64 for float64 activations."""
+        return statistics_dtype(self.dtype)
+
+    def fail(self, error: type[Exception], name: str, what: str) -> None:
+        """Raise ``error`` about argument ``name``."""
+        raise error(f"ls_train.{self.op}: argument {name} {what}")
+
+    def tensor(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+        contiguous: bool = True,
+    ) -> None:
+        """Check one tensor argument; None (an optional argument left out) passes.
+
+        Args:
+            name: argument name.
+            tensor: the argument.
+            shape: the shape it must have.
+            dtype: the type it must have; None is the leading tensor's type.
+            contiguous: whether it must be contiguous; otherwise only its last dimension.
+        """
+        if tensor is None:
+            return
+        expected = self.dtype if dtype is None else dtype
+        if tensor.device != self.device:
+            self.fail(
+                ValueError,
+                name,
+                f"is on {tensor.device} but {self.leader} is on {self.device}; move both to one device",
+            )
+        if tensor.dtype != expected:
+            self.fail(TypeError, name, f"has dtype {tensor.dtype}; convert it to {expected}")
+        if tensor.shape != shape:
+            self.fail(ValueError, name, f"has shape {tuple(tensor.shape)}; it needs {tuple(shape)}")
+        if contiguous:
+            self._contiguous(name, tensor)
+        elif tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            self.fail(ValueError, name, f"has strides {tensor.stride()}; its last dimension must be contiguous")
+
+    def rows(self, rows: Tensor | None) -> None:
+        """Check the optional device row count."""
+        self.tensor("rows", rows, (1,), torch.int32)
+
+    def dropout(self, p: float, seed: Tensor | None, offset: int) -> None:
+        """Check the dropout probability, seed and site constant."""
+        if not 0.0 <= p <= 1.0:
+            self.fail(ValueError, "p", f"= {p} must be between 0 and 1")
+        if not 0 <= offset < 1 << 32:
+            self.fail(ValueError, "offset", f"= {offset} must be between 0 and 2**32 - 1")
+        if seed is None and rng.threshold(p) > 0:
+            self.fail(ValueError, "seed", f"is missing with p = {p}; pass ls_train.rng.draw_seed(device)")
+        self.tensor("seed", seed, (1,), torch.int64)
+
+    def workspace(self, workspace: Tensor | None, needed: int) -> None:
+        """Check that the float32 scratch holds ``needed`` numbers."""
+        if workspace is None:
+            self.fail(ValueError, "workspace", f"is missing; pass a float32 tensor of {needed} elements")
+        self.tensor("workspace", workspace, (workspace.numel(),), torch.float32)
+        if workspace.numel() < needed:
+            self.fail(ValueError, "workspace", f"has {workspace.numel()} elements; it needs {needed}")
+
+    def _contiguous(self, name: str, tensor: Tensor) -> None:
+        if not tensor.is_contiguous():
+            self.fail(ValueError, name, f"has strides {tensor.stride()}; call .contiguous() on it first")
