@@ -1,0 +1,70 @@
+"""The user's own ``--user-dir`` beside the plugin's.
+
+fairseq keeps only the last ``--user-dir`` and imports it again in every spawned rank, so the launchers pass the
+plugin's folder and carry the user's in the environment, which spawned ranks inherit; the plugin imports it from there.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+OPTION = "--user-dir"
+VARIABLE = "LS_TRAIN_USER_DIR"
+PLUGIN_DIR = str(Path(__file__).resolve().parent)
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the arguments without any ``--user-dir``, and the last one given that is not the plugin's own folder.
+
+    A folder that exists is returned as an absolute path; any other string is left for fairseq to resolve, which also
+    looks beside its own package.
+
+    Raises:
+        ValueError: ``--user-dir`` is the last argument and has no value.
+    """
+    rest: list[str] = []
+    chosen: str | None = None
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == OPTION:
+            value = next(remaining, None)
+            if value is None:
+                raise ValueError(f"{OPTION} needs a folder after it")
+        elif argument.startswith(OPTION + "="):
+            value = argument[len(OPTION) + 1 :]
+        else:
+            rest.append(argument)
+            continue
+        if not is_plugin(value):
+            chosen = os.path.abspath(value) if os.path.exists(value) else value
+    return rest, chosen
+
+
+def is_plugin(folder: str) -> bool:
+    """Return whether ``folder`` is the folder of this package."""
+    return os.path.exists(folder) and os.path.samefile(folder, PLUGIN_DIR)
+
+
+def carry(folder: str | None) -> None:
+    """Put ``folder`` where this process and every rank it starts will find it; None clears it."""
+    if folder is None:
+        os.environ.pop(VARIABLE, None)
+    else:
+        os.environ[VARIABLE] = folder
+
+
+def import_carried() -> None:
+    """Import the carried folder, once, the way fairseq imports a ``--user-dir``.
+
+    Raises:
+        FileNotFoundError: neither the folder nor one of that name beside fairseq exists.
+        ImportError: another module already has the folder's name.
+    """
+    folder = os.environ.get(VARIABLE)
+    if folder:
+        from fairseq.utils import import_user_module
+
+        import_user_module(Namespace(user_dir=folder))

@@ -1,0 +1,199 @@
+"""Command-line tests without an interpreter start each: fairseq is imported once, every run is a fork of this process.
+
+``run_cli`` runs a function (a launcher of ours or ``cli_main`` of plain fairseq) in a forked child with its own argv,
+environment, working directory, stdin, stdout and stderr, and a time limit.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Without fairseq there is no plugin to test; the core's own tests still run.
+collect_ignore_glob = [] if importlib.util.find_spec("fairseq") else ["test_*.py"]
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS = ROOT / "examples" / "wmt14" / "data" / "handbook"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a forked command left: its exit code and everything it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    def check(self) -> "Result":
+        assert self.code == 0, f"exit code {self.code}\n--- stdout\n{self.out[-4000:]}\n--- stderr\n{self.err[-4000:]}"
+        return self
+
+
+class Forker:
+    """Runs functions in forked children of one process that has fairseq imported."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.count = 0
+
+    def start(
+        self,
+        function: Callable[[], object],
+        *arguments: object,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        stdin: str = "",
+    ) -> "Job":
+        self.count += 1
+        stem = self.folder / f"run{self.count}"
+        stem.with_suffix(".in").write_text(stdin)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._child(function, [str(argument) for argument in arguments], stem, cwd, env or {})
+        return Job(pid, stem)
+
+    def __call__(self, function: Callable[[], object], *arguments: object, limit: float = 60, **options) -> Result:
+        return self.start(function, *arguments, **options).wait(limit)
+
+    @staticmethod
+    def _child(
+        function: Callable[[], object], arguments: list[str], stem: Path, cwd: Path | None, env: dict[str, str]
+    ) -> None:
+        code = 1
+        try:
+            os.setsid()
+            for descriptor, suffix, flags in (
+                (0, ".in", os.O_RDONLY),
+                (1, ".out", os.O_WRONLY),
+                (2, ".err", os.O_WRONLY),
+            ):
+                os.dup2(os.open(stem.with_suffix(suffix), flags | os.O_CREAT, 0o644), descriptor)
+            sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, "r"), os.fdopen(1, "w"), os.fdopen(2, "w")
+            os.chdir(cwd or stem.parent)
+            os.environ.update(env)
+            sys.argv = ["command", *arguments]
+            _fresh_logging()
+            code = _exit_code(function)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def _exit_code(function: Callable[[], object]) -> int:
+    try:
+        result = function()
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return result if isinstance(result, int) else 0
+
+
+def _fresh_logging() -> None:
+    """Configure logging as ``fairseq_cli.train`` does on import, on this process's own stdout."""
+    for handler in list(logging.root.handlers):
+        logging.root.removeHandler(handler)
+    logging.basicConfig(format="%(asctime)s | %(levelname)s | %(name)s | %(message)s", level="INFO", stream=sys.stdout)
+
+
+class Job:
+    """A forked command that is running."""
+
+    def __init__(self, pid: int, stem: Path):
+        self.pid = pid
+        self.stem = stem
+
+    def wait(self, limit: float = 60) -> Result:
+        """Wait for the end; a command that takes longer than ``limit`` seconds is killed and fails the test."""
+        deadline = time.monotonic() + limit
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                os.killpg(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                pytest.fail(f"no end after {limit} s\n{self.text('.out')[-2000:]}\n{self.text('.err')[-2000:]}")
+            time.sleep(0.02)
+        return Result(os.waitstatus_to_exitcode(status), self.text(".out"), self.text(".err"))
+
+    def text(self, suffix: str) -> str:
+        path = self.stem.with_suffix(suffix)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+@pytest.fixture(scope="session")
+def plain() -> dict[str, Callable[[], object]]:
+    """``cli_main`` of fairseq's own commands, by name."""
+    names = ("train", "generate", "interactive", "validate", "preprocess")
+    return {name: importlib.import_module(f"fairseq_cli.{name}").cli_main for name in names}
+
+
+@pytest.fixture(scope="session")
+def run_cli(tmp_path_factory, plain) -> Forker:
+    import fairseq_plugin.cli  # noqa: F401
+
+    return Forker(tmp_path_factory.mktemp("cli"))
+
+
+def write_subset(folder: Path, sizes: dict[str, int], longest: int = 24) -> None:
+    """Write the first sentence pairs of the bundled corpus that have at most ``longest`` words a side."""
+    for split, size in sizes.items():
+        pairs = zip(*((CORPUS / f"{split}.{side}").read_text(encoding="utf-8").splitlines() for side in ("en", "de")))
+        kept = [pair for pair in pairs if all(0 < len(text.split()) <= longest for text in pair)][:size]
+        for side, texts in zip(("en", "de"), zip(*kept)):
+            (folder / f"{split}.{side}").write_text("\n".join(texts) + "\n", encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def text_dir(tmp_path_factory) -> Path:
+    """A small part of the bundled corpus as plain text: {train,valid,test}.{en,de}."""
+    folder = tmp_path_factory.mktemp("text")
+    write_subset(folder, {"train": 800, "valid": 60, "test": 200})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def preprocess_arguments(text_dir) -> Callable[[Path], list[object]]:
+    """Arguments of ``fairseq-preprocess`` that binarise the text into a folder."""
+
+    def arguments(destination: Path) -> list[object]:
+        return [
+            *("--source-lang", "en", "--target-lang", "de", "--joined-dictionary", "--destdir", destination),
+            *("--trainpref", text_dir / "train", "--validpref", text_dir / "valid", "--testpref", text_dir / "test"),
+            *("--nwordssrc", 1000, "--nwordstgt", 1000, "--workers", 1),
+        ]
+
+    return arguments
+
+
+@pytest.fixture(scope="session")
+def data_bin(tmp_path_factory, preprocess_arguments, run_cli, plain) -> Path:
+    """The text as fairseq's binary data, one word-level dictionary of about 1000 types for both languages."""
+    folder = tmp_path_factory.mktemp("bin")
+    run_cli(plain["preprocess"], *preprocess_arguments(folder)).check()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def train_arguments(data_bin) -> list[object]:
+    """A tiny ``ls_transformer`` on the CPU; later options on a command line win."""
+    return [
+        *(data_bin, "--cpu", "--arch", "ls_transformer_tiny", "--share-all-embeddings", "--max-tokens", 400),
+        *("--optimizer", "ls_adam", "--adam-betas", "(0.9, 0.98)", "--lr", 1e-3, "--lr-scheduler", "inverse_sqrt"),
+        *("--warmup-updates", 10, "--criterion", "ls_label_smoothed_cross_entropy", "--label-smoothing", 0.1),
+        *("--num-workers", 0, "--log-format", "simple", "--required-batch-size-multiple", 1),
+    ]
