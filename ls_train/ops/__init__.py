@@ -10,6 +10,7 @@ from ls_train.ops.dropout import dropout
 from ls_train.ops.embedding import embedding
 from ls_train.ops.grad_norm import grad_norm
 from ls_train.ops.layer_norm import layer_norm, layer_norm_residual
+from ls_train.ops.linear_cross_entropy import linear_cross_entropy
 from ls_train.ops.softmax_dropout import softmax_dropout
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "grad_norm",
     "layer_norm",
     "layer_norm_residual",
+    "linear_cross_entropy",
     "softmax_dropout",
 ]
