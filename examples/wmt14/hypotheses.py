@@ -9,6 +9,12 @@ import argparse
 from pathlib import Path
 
 
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of ``path``; unlike ``str.splitlines`` only a newline ends one."""
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        return [line.rstrip("\n") for line in lines]
+
+
 def read_hypotheses(log: Path) -> list[str]:
     """Return the best hypothesis of every sentence in the order of the test set.
 
@@ -16,7 +22,7 @@ def read_hypotheses(log: Path) -> list[str]:
         ValueError: a sentence is missing; the message says which.
     """
     best: dict[int, str] = {}
-    for line in log.read_text(encoding="utf-8").splitlines():
+    for line in read_lines(log):
         if line.startswith("D-"):
             name, _, text = line.split("\t", 2)
             best.setdefault(int(name.removeprefix("D-")), text)
@@ -53,7 +59,7 @@ def main() -> None:
     hypotheses = read_hypotheses(arguments.log)
     arguments.output.write_text("".join(f"{line}\n" for line in hypotheses), encoding="utf-8")
     if arguments.samples:
-        texts = [path.read_text(encoding="utf-8").splitlines() for path in (arguments.source, arguments.reference)]
+        texts = [read_lines(path) for path in (arguments.source, arguments.reference)]
         if not len(texts[0]) == len(texts[1]) == len(hypotheses):
             raise SystemExit(f"{len(texts[0])} sources, {len(texts[1])} references, {len(hypotheses)} hypotheses")
         print_samples(arguments.samples, *texts, hypotheses)
