@@ -15,6 +15,10 @@ half-precision elements. An element is kept when its lane is at least ``round(p 
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,6 +29,8 @@ _ROUNDS = 10
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 LEVELS = 1 << 16
+_BLOCK = 1 << 14  # counters worked on at a time, so that the words of all rounds stay in the cache
+_MEMO_BYTES, _MEMO_MASKS = 1 << 27, 512
 
 
 def threshold(p: float) -> int:
@@ -51,17 +57,18 @@ def draw_seed(device: torch.device | str) -> Tensor:
 
 def philox(seed: int, counter: tuple[np.ndarray | int, np.ndarray | int, np.ndarray | int, int]) -> list[np.ndarray]:
     """Return the four 32-bit output words (as uint64 arrays) of Philox 4x32-10 for broadcastable counter words."""
-    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(c, dtype=np.uint64) for c in counter))
-    key = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF]
+    # Not broadcast here: the first rounds work on words that depend on the row or on the column alone.
+    c0, c1, c2, c3 = (np.asarray(c, dtype=np.uint64) for c in counter)
+    key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(_ROUNDS):
         product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (
-            (product1 >> _SHIFT) ^ c1 ^ np.uint64(key[0]),
+            (product1 >> _SHIFT) ^ (c1 ^ np.uint64(key0)),
             product1 & _LOW,
-            (product0 >> _SHIFT) ^ c3 ^ np.uint64(key[1]),
+            (product0 >> _SHIFT) ^ (c3 ^ np.uint64(key1)),
             product0 & _LOW,
         )
-        key = [(k + step) & 0xFFFFFFFF for k, step in zip(key, _KEY_STEPS, strict=True)]
+        key0, key1 = (key0 + _KEY_STEPS[0]) & 0xFFFFFFFF, (key1 + _KEY_STEPS[1]) & 0xFFFFFFFF
     return [c0, c1, c2, c3]
 
 
@@ -76,12 +83,20 @@ def keep_mask(seed: Tensor, offset: int, rows: int, columns: int, p: float) -> T
         p: dropout probability.
 
     Returns:
-        bool (rows, columns), on the CPU.
+        bool (rows, columns), on the CPU; shared between calls, not to be changed.
     """
-    groups = -(-columns // 8)
-    row = np.arange(rows, dtype=np.uint64)[:, None]
-    words = philox(int(seed), (np.arange(groups, dtype=np.uint64)[None, :], row & _LOW, row >> _SHIFT, offset))
-    return torch.from_numpy(_lanes(words).reshape(rows, groups * 8)[:, :columns] >= threshold(p))
+    key = int(seed)
+
+    def compute() -> np.ndarray:
+        group = np.arange(-(-columns // 8), dtype=np.uint64)[None, :]
+        row = np.arange(rows, dtype=np.uint64)[:, None]
+        keep = np.empty((rows, group.size * 8), dtype=bool)
+        for part in _blocks(rows, group.size):
+            words = philox(key, (group, row[part] & _LOW, row[part] >> _SHIFT, offset))
+            np.greater_equal(_lanes(words).reshape(keep[part].shape), threshold(p), out=keep[part])
+        return keep[:, :columns]
+
+    return _remember(("rows", key, offset, rows, columns, threshold(p)), compute)
 
 
 def attention_keep_mask(seed: Tensor, offset: int, rows: Tensor, heads: int, keys: int, p: float) -> Tensor:
@@ -96,17 +111,49 @@ def attention_keep_mask(seed: Tensor, offset: int, rows: Tensor, heads: int, key
         p: dropout probability.
 
     Returns:
-        bool (H, *rows.shape, S), on the CPU.
+        bool (H, *rows.shape, S), on the CPU; shared between calls, not to be changed.
     """
-    blocks = -(-keys // 32)
-    row = rows.reshape(1, -1, 1).numpy().astype(np.uint64)
-    head = np.arange(heads, dtype=np.uint64).reshape(-1, 1, 1)
-    words = philox(int(seed), (np.arange(blocks * 4, dtype=np.uint64).reshape(1, 1, -1), row & _LOW, head, offset))
-    lanes = _lanes(words).reshape(heads, rows.numel(), blocks, 4, 4, 2)
-    keep = lanes.swapaxes(3, 4).reshape(heads, rows.numel(), blocks * 32)[:, :, :keys] >= threshold(p)
-    return torch.from_numpy(keep.reshape(heads, *rows.shape, keys))
+    key = int(seed)
+    packed = rows.reshape(-1).numpy().astype(np.uint64)
+
+    def compute() -> np.ndarray:
+        blocks = -(-keys // 32)
+        group = np.arange(blocks * 4, dtype=np.uint64)
+        keep = np.empty((heads, packed.size, blocks, 4, 4, 2), dtype=bool)
+        for head in range(heads):
+            for part in _blocks(packed.size, group.size):
+                words = philox(key, (group[None, :], packed[part, None] & _LOW, head, offset))
+                lanes = _lanes(words).reshape(-1, blocks, 4, 4, 2).swapaxes(2, 3)
+                np.greater_equal(lanes, threshold(p), out=keep[head, part])
+        return keep.reshape(heads, packed.size, blocks * 32)[:, :, :keys]
+
+    keep = _remember(("attention", key, offset, packed.tobytes(), heads, keys, threshold(p)), compute)
+    return keep.view(heads, *rows.shape, keys)
+
+
+def _blocks(rows: int, groups: int) -> list[slice]:
+    step = max(1, _BLOCK // max(1, groups))
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def _lanes(words: list[np.ndarray]) -> np.ndarray:
+    """Return the eight 16-bit lanes of four words as a new last dimension."""
     halves = [half for word in words for half in (word & np.uint64(0xFFFF), word >> np.uint64(16))]
-    return np.stack(halves, axis=-1).astype(np.int64)
+    return np.stack(halves, axis=-1, dtype=np.uint16, casting="unsafe")
+
+
+_memo: OrderedDict[Hashable, Tensor] = OrderedDict()
+_memo_lock = threading.Lock()
+
+
+def _remember(key: Hashable, compute: Callable[[], np.ndarray]) -> Tensor:
+    """Return the mask of ``key`` from the memo of the latest masks: a backward needs its forward's again."""
+    with _memo_lock:
+        mask = _memo.pop(key, None)
+        if mask is None:
+            mask = torch.from_numpy(np.ascontiguousarray(compute()))
+        _memo[key] = mask
+        size = sum(m.numel() for m in _memo.values())
+        while len(_memo) > 1 and (size > _MEMO_BYTES or len(_memo) > _MEMO_MASKS):
+            size -= _memo.popitem(last=False)[1].numel()
+        return mask
