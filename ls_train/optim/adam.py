@@ -1,0 +1,395 @@
+"""Adam and AdamW over flat buffers: one launch prepares and one updates all parameters of a dtype."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ls_train.optim.moments import AdamForm, Moments, to_device
+from ls_train.params import FlatBuffer, FlatParameters
+
+logger = logging.getLogger(__name__)
+
+_NOT_SUPPORTED = ("amsgrad", "maximize", "differentiable")
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019) for parameters of any dtype and device.
+
+    Building it moves the parameters into flat buffers (:class:`ls_train.params.FlatParameters`), so build it after
+    ``.half()``, ``.to()`` and tying. 16-bit parameters get a float32 master copy in the state. Step counts, gradient
+    norm, clip factor, loss scale and overflow flag stay on the device; a step waits for nothing and can be captured in
+    a CUDA graph (learning rates that change between replays: :meth:`upload_hyper`, or a tensor as ``lr``).
+
+    A parameter whose gradient is None is not touched and keeps its own step count. Where something takes a parameter
+    out of its buffer (``.half()``, ``param.data = ...``), updates go on tensor by tensor and one line is logged.
+
+    State dicts are exchanged with ``torch.optim.Adam``, ``torch.optim.AdamW`` and fairseq's Adam in both directions.
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves scale and overflow flag to step()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = True,
+        bias_correction: bool = True,
+        eps_after_correction: bool = True,
+        flatten: bool = True,
+    ) -> None:
+        """Build over ``params``: parameters, (name, parameter) pairs or group dicts with their own options.
+
+        Args:
+            params: what ``torch.optim.AdamW`` takes; names help to lay out parameters of copied modules.
+            lr: learning rate, may be a tensor.
+            betas: decay rates of the two moments.
+            eps: added to the denominator.
+            weight_decay: decay rate.
+            decoupled_weight_decay: AdamW's decay (default) or Adam's, see :class:`AdamForm`.
+            bias_correction: see :class:`AdamForm`.
+            eps_after_correction: torch's form (default) or fairseq's, see :class:`AdamForm`.
+            flatten: False leaves every parameter where it is and updates tensor by tensor.
+
+        Raises:
+            ValueError: an option is out of range, or a parameter is not a dense floating-point leaf tensor.
+        """
+        self.form = AdamForm(decoupled_weight_decay, bias_correction, eps_after_correction)
+        self._flatten = flatten
+        self._reset()
+        self._built = False
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._build(self.param_groups)
+
+    # Interface of torch.optim.Optimizer
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; after construction its parameters get flat buffers of their own."""
+        super().add_param_group(param_group)
+        _check_group(self.param_groups[-1])
+        if self._built:
+            self._build(self.param_groups[-1:])
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        scale: float | Tensor = 1.0,
+        max_norm: float = 0.0,
+        norm: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: recomputes the loss.
+            scale: gradients are divided by it.
+            max_norm: clip gradients to this L2 norm (after the division), 0 for no clipping.
+            norm: float32 (1,) norm of the gradients before the division, from :meth:`grad_norm`; measured if needed.
+            found_inf: float32 (1,); where it is not 0 the update changes nothing, on the device.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            TypeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        amp_scale, amp_found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if amp_scale is not None:
+            scale = amp_scale * scale
+        if amp_found_inf is not None:
+            found_inf = amp_found_inf
+        if max_norm > 0 and norm is None:
+            norm, _ = self.grad_norm()
+        live = self._collect()
+        self.upload_hyper()
+        for moments in live:
+            device = moments.steps.device
+            moments.update(
+                self._hyper[device],
+                self.form,
+                _inverse(scale, device),
+                max_norm,
+                _on_device(norm, device),
+                _on_device(found_inf, device),
+            )
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's layout, step counts as numbers; one device read."""
+        result = super().state_dict()
+        steps = self._host_steps()
+        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        for key, state in result["state"].items():
+            result["state"][key] = {**state, "step": steps[id(params[key])]}
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, ``torch.optim.Adam``, ``torch.optim.AdamW`` or fairseq's Adam.
+
+        The update form (decoupled decay, bias correction, place of eps) stays that of this optimiser.
+
+        Raises:
+            ValueError: groups or shapes do not match, or the state was made with amsgrad or maximize.
+        """
+        saved_groups = state_dict["param_groups"]
+        for group in saved_groups:
+            for option in _NOT_SUPPORTED:
+                if group.get(option):
+                    raise ValueError(f"the state was saved with {option}=True, which FusedAdam does not offer")
+        super().load_state_dict({**state_dict, "state": {}})
+        self._moments.clear()
+        group_steps: dict[int, Any] = {}
+        for group in self.param_groups:
+            step = group.pop("step", None)  # Apex counts steps per group
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            group_steps.update((id(param), step) for param in group["params"])
+        targets = dict(
+            zip(
+                chain.from_iterable(group["params"] for group in saved_groups),
+                chain.from_iterable(group["params"] for group in self.param_groups),
+                strict=True,
+            )
+        )
+        restored = {}
+        for key, state in state_dict["state"].items():
+            param = targets.get(key)
+            if param is not None:
+                restored[param] = _check_state(key, state, param, group_steps[id(param)])
+        self._restore(restored)
+
+    def __getstate__(self) -> dict[str, Any]:
+        steps = self._host_steps()
+        state = {param: {**values, "step": steps[id(param)]} for param, values in self.state.items()}
+        return {**super().__getstate__(), "state": state, "form": self.form, "_flatten": self._flatten}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "form" in state:  # a copy or an unpickled optimiser; load_state_dict comes without
+            self._reset()
+            self._built = False
+            self._build(self.param_groups)
+            self._restore(state["state"])
+
+    # What goes beyond it
+
+    @property
+    def direct_grads(self) -> bool:
+        """Whether layers write gradients straight into the flat buffers, see :class:`FlatParameters`."""
+        return self._direct_grads
+
+    @direct_grads.setter
+    def direct_grads(self, on: bool) -> None:
+        self._direct_grads = on
+        for buffer in self._buffers:
+            buffer.direct_grads = on
+
+    @property
+    def buffers(self) -> tuple[FlatBuffer, ...]:
+        """The flat buffers of all parameters; their ``grad`` holds this step's gradients after :meth:`grad_norm`."""
+        return tuple(self._buffers)
+
+    @torch.no_grad()
+    def grad_norm(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients' L2 norm and whether one is not finite (1 or 0), each float32 (1,) on the device."""
+        live = self._collect()
+        for moments in live:
+            moments.measure_grads()
+        if len(live) == 1:
+            return live[0].norm, live[0].found_inf
+        if not live:
+            device = self._buffers[0].data.device
+            return torch.zeros(1, device=device), torch.zeros(1, device=device)
+        device = live[0].norm.device
+        norms = torch.cat([moments.norm.to(device) for moments in live])
+        flags = torch.cat([moments.found_inf.to(device) for moments in live])
+        return torch.linalg.vector_norm(norms).view(1), flags.amax().view(1)
+
+    @torch.no_grad()
+    def multiply_grads(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by a number or one-element tensor."""
+        for moments in self._collect():
+            grad = moments.buffer.grad
+            grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale all gradients in place so that their L2 norm is at most ``max_norm``; return the norm before, 0-d."""
+        norm, _ = self.grad_norm()
+        norm = norm.view(()).clone()
+        self.multiply_grads((max_norm / (norm + 1e-6)).clamp_(max=1))
+        return norm
+
+    def upload_hyper(self) -> None:
+        """Bring the groups' options to the device where they changed; call it between replays of a captured step."""
+        rows, tensors = [], []
+        for index, group in enumerate(self.param_groups):
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                tensors.append((index, lr))
+                lr = -1.0  # no number that a group can have, so that a later change to a number is noticed
+            rows.append([*group["betas"], group["eps"], group["weight_decay"], lr, lr])
+        if rows != self._hyper_rows:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("options of a parameter group changed; call upload_hyper() before capturing a step")
+            self._hyper_rows = rows
+            self._hyper = {b.data.device: self._hyper_on(b.data.device, rows) for b in self._buffers}
+        for index, lr in tensors:
+            for hyper in self._hyper.values():
+                hyper[index, 4:].copy_(lr.reshape(1), non_blocking=True)
+
+    # Inside
+
+    def _reset(self) -> None:
+        self._buffers: list[FlatBuffer] = []
+        self._moments: dict[int, Moments] = {}  # by id of the buffer, made when its first gradient comes
+        self._group_of: dict[int, int] = {}
+        self._hyper: dict[torch.device, Tensor] = {}
+        self._hyper_rows: list[list[float]] = []
+        self._direct_grads = False
+        self._split_logged = False
+
+    def _build(self, groups: list[dict[str, Any]]) -> None:
+        """Flatten the parameters of ``groups``, which are the last ones of ``param_groups``."""
+        named = []
+        for index, group in enumerate(groups, len(self.param_groups) - len(groups)):
+            names = group.get("param_names", [None] * len(group["params"]))
+            for name, param in zip(names, group["params"], strict=True):
+                named.append(param if name is None else (name, param))
+                self._group_of[id(param)] = index
+        self._add_buffers(FlatParameters(named, self._flatten).buffers)
+        self._built = True
+
+    def _add_buffers(self, buffers: list[FlatBuffer]) -> None:
+        for buffer in buffers:
+            buffer.direct_grads = self._direct_grads
+        self._buffers += buffers
+        self._hyper_rows = []
+
+    def _hyper_on(self, device: torch.device, rows: list[list[float]]) -> Tensor:
+        """Return the options on ``device``, in the same memory as before where it fits (a captured step reads it)."""
+        fresh, old = to_device(rows, torch.float64, device), self._hyper.get(device)
+        return old.copy_(fresh) if old is not None and old.shape == fresh.shape else fresh
+
+    def _collect(self) -> list[Moments]:
+        """Bring this step's gradients into the flat buffers and return the state of the buffers that have any."""
+        if not all(buffer.intact() for buffer in self._buffers):
+            self._split()
+        live = []
+        for buffer in self._buffers:
+            active = buffer.collect_grads()
+            if not any(active):
+                continue
+            moments = self._moments_of(buffer)
+            moments.set_active(active)
+            for slot, (on, started) in enumerate(zip(active, moments.started, strict=True)):
+                if on and not started:
+                    self.state[buffer.params[slot]] = moments.start(slot)
+            live.append(moments)
+        return live
+
+    def _moments_of(self, buffer: FlatBuffer) -> Moments:
+        if id(buffer) not in self._moments:
+            self._moments[id(buffer)] = Moments(buffer, [self._group_of[id(param)] for param in buffer.params])
+        return self._moments[id(buffer)]
+
+    def _split(self) -> None:
+        """Go on tensor by tensor with the parameters of every buffer that something took a parameter out of."""
+        broken = [buffer for buffer in self._buffers if not buffer.intact()]
+        if not self._split_logged:
+            self._split_logged = True
+            logger.warning(
+                "FusedAdam: parameters were moved after the optimiser was built (by .half(), .to() or an assignment to "
+                "param.data); it now updates them tensor by tensor. Build the optimiser last to keep one update for all"
+            )
+        steps = self._host_steps()
+        for buffer in broken:
+            self._buffers.remove(buffer)
+            masters = self._wide_parameters(buffer)
+            self._moments.pop(id(buffer), None)
+            self._add_buffers(FlatParameters(buffer.params, flatten=False).buffers)
+            kept = {param: dict(self.state[param]) for param in buffer.params if param in self.state}
+            for param, state in kept.items():
+                self.state[param] = {}
+                state.update(step=steps[id(param)], master=masters[id(param)])
+            self._restore(kept)
+
+    def _wide_parameters(self, buffer: FlatBuffer) -> dict[int, Tensor]:
+        """Return each parameter of ``buffer`` as it was there, in the widest form there is."""
+        moments = self._moments.get(id(buffer))
+        flat = buffer.data if moments is None or moments.master is None else moments.master
+        return {
+            id(param): flat[begin : begin + param.numel()].view(param.shape)
+            for begin, param in zip(buffer.begins, buffer.params, strict=False)
+        }
+
+    def _restore(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        """Make ``states`` the state of their parameters, and that of all others empty."""
+        slots = {id(p): (buffer, slot) for buffer in self._buffers for slot, p in enumerate(buffer.params)}
+        for param, state in states.items():
+            buffer, slot = slots[id(param)]
+            self.state[param] = self._moments_of(buffer).restore(slot, state)
+
+    def _host_steps(self) -> dict[int, int]:
+        """Return the step count of each started parameter by its id."""
+        steps = {}
+        for moments in self._moments.values():
+            for param, started, step in zip(
+                moments.buffer.params, moments.started, moments.steps.tolist(), strict=True
+            ):
+                if started:
+                    steps[id(param)] = step
+        return steps
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for option in _NOT_SUPPORTED:
+        if group.get(option):
+            raise ValueError(f"{option}=True is not supported by FusedAdam; leave it out")
+    for name in ("lr", "eps", "weight_decay"):
+        if not isinstance(group[name], Tensor) and not group[name] >= 0.0:
+            raise ValueError(f"{name} = {group[name]} must not be negative")
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(group['lr'].shape)}")
+    if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+        raise ValueError(f"betas = {group['betas']} must be two numbers in [0, 1)")
+
+
+def _check_state(key: Any, state: dict[str, Any], param: Tensor, group_step: Any) -> dict[str, Any]:
+    state = {"step": group_step, **state}
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        if state.get(name) is None:
+            raise ValueError(f"the state of parameter {key} has no {name}; it is not the state of an Adam optimiser")
+    for name in ("exp_avg", "exp_avg_sq"):
+        if state[name].shape != param.shape:
+            raise ValueError(
+                f"{name} of parameter {key} has shape {tuple(state[name].shape)} but the parameter has shape "
+                f"{tuple(param.shape)}; load a state saved for the same parameters, flat or not flat"
+            )
+    return state
+
+
+def _inverse(scale: float | Tensor, device: torch.device) -> Tensor | None:
+    """Return float32 (1,) 1 / scale, or None for scale 1."""
+    if isinstance(scale, Tensor):
+        return scale.to(device, torch.float32).reshape(1).reciprocal()
+    return None if scale == 1.0 else torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
+
+
+def _on_device(value: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if value is None else value.to(device, torch.float32).reshape(1)

@@ -1,0 +1,159 @@
+"""Adam's state over one flat parameter buffer, and the two operator calls of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ls_train.ops.grad_norm import grad_norm_workspace
+from ls_train.params import FlatBuffer
+
+
+@dataclass(frozen=True)
+class AdamForm:
+    """The variants of the update rule, the same for all parameters of an optimiser.
+
+    Attributes:
+        decoupled_weight_decay: ``p -= lr * weight_decay * p`` (AdamW, fairseq) instead of adding the decay to the
+            gradient (Adam).
+        bias_correction: divide the moments by ``1 - beta ** step``.
+        eps_after_correction: add eps to the corrected ``sqrt(v / (1 - beta2 ** step))`` (torch) instead of to
+            ``sqrt(v)`` (fairseq, Apex).
+    """
+
+    decoupled_weight_decay: bool = True
+    bias_correction: bool = True
+    eps_after_correction: bool = True
+
+
+def to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return host ``values`` as a tensor on ``device`` without waiting for the device."""
+    if device.type == "cuda":
+        return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+class Moments:
+    """Moments, float32 master parameters and step counts of the parameters of one :class:`FlatBuffer`.
+
+    All of it is on the parameters' device. Parameters without a gradient keep their moments and their step count.
+
+    Attributes:
+        buffer: the parameters.
+        groups: index of the parameter group of each slot.
+        started: whether each slot has ever been updated.
+        norm: float32 (1,) L2 norm of the gradients, written by :meth:`measure_grads`.
+        found_inf: float32 (1,) 1 where a gradient is not finite, else 0, written by :meth:`measure_grads`.
+    """
+
+    def __init__(self, buffer: FlatBuffer, groups: list[int]) -> None:
+        data = buffer.data
+        device = data.device
+        wide = torch.float64 if data.dtype == torch.float64 else torch.float32
+        slots = len(buffer.params)
+        self.buffer = buffer
+        self.groups = groups
+        self.started = [False] * slots
+        self.exp_avg = torch.zeros_like(data, dtype=wide)
+        self.exp_avg_sq = torch.zeros_like(data, dtype=wide)
+        self.master = data.to(wide) if data.dtype in (torch.float16, torch.bfloat16) else None
+        self.steps = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.norm = torch.zeros(1, dtype=torch.float32, device=device)
+        self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+        self._segment_group = to_device(groups, torch.int32, device)
+        self._update = torch.zeros(2, dtype=torch.int64, device=device)
+        self._grad_scale = torch.ones(1, dtype=torch.float32, device=device)
+        self._workspace = torch.empty(grad_norm_workspace(), dtype=torch.float32, device=device)
+        self._active = [True] * slots
+        self._active_tensor: Tensor | None = None
+        self._versions = [param._version for param in buffer.params]
+
+    def set_active(self, active: list[bool]) -> None:
+        """Choose the slots that take part in what follows; the device learns of it only when it changes."""
+        if active != self._active:
+            self._active = active
+            everything = all(active)
+            self._active_tensor = None if everything else to_device(active, torch.uint8, self.steps.device)
+
+    def measure_grads(self) -> None:
+        """Write ``norm`` and ``found_inf`` of the active slots' gradients."""
+        torch.ops.ls_train.grad_norm(
+            self.norm, self.found_inf, self._workspace, self.buffer.grad, self.buffer.segments, self._active_tensor
+        )
+
+    def update(
+        self,
+        hyper: Tensor,
+        form: AdamForm,
+        multiplier: Tensor | None,
+        max_norm: float,
+        norm: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Do one update of the active slots; on the device nothing changes where ``found_inf`` is not 0."""
+        self._adopt_foreign_writes()
+        buffer, active = self.buffer, self._active_tensor
+        torch.ops.ls_train.adam_prepare(
+            self.steps, self._update, self._grad_scale, active, norm, found_inf, multiplier, max_norm
+        )
+        torch.ops.ls_train.adam(
+            buffer.data,
+            self.master,
+            self.exp_avg,
+            self.exp_avg_sq,
+            buffer.grad,
+            buffer.segments,
+            self._segment_group,
+            self.steps,
+            active,
+            hyper,
+            self._update,
+            self._grad_scale,
+            found_inf,
+            form.decoupled_weight_decay,
+            form.bias_correction,
+            form.eps_after_correction,
+        )
+        # The operator wrote through the buffer: tell autograd, so that a backward with stale weights is an error.
+        torch.autograd.graph.increment_version([p for p, on in zip(buffer.params, self._active, strict=True) if on])
+        self._versions = [param._version for param in buffer.params]
+
+    def start(self, slot: int) -> dict[str, Any]:
+        """Return the live state of ``slot``: views that every update changes."""
+        self.started[slot] = True
+        state = {"step": self.steps[slot]}
+        for name in ("exp_avg", "exp_avg_sq", "master"):
+            flat = getattr(self, name)
+            if flat is not None:
+                state[name] = self.buffer.window(flat, slot)
+        return state
+
+    def restore(self, slot: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Copy ``state`` of one parameter, from any device and of any type, into the buffers; return the live state.
+
+        A saved master counts only where it still rounds to the parameter: whoever changed the parameter since wins.
+        """
+        live = self.start(slot)
+        live["step"].fill_(int(state["step"]))
+        live["exp_avg"].copy_(state["exp_avg"])
+        live["exp_avg_sq"].copy_(state["exp_avg_sq"])
+        if "master" in live and "master" in state:
+            self._merge_master(slot, state["master"])
+        return live
+
+    def _adopt_foreign_writes(self) -> None:
+        """Take over 16-bit parameters that were written in place since the last update, by loading for example."""
+        if self.master is None:
+            return
+        for slot, (param, version) in enumerate(zip(self.buffer.params, self._versions, strict=True)):
+            if param._version != version:
+                self._merge_master(slot, self.buffer.window(self.master, slot).clone())
+
+    def _merge_master(self, slot: int, master: Tensor) -> None:
+        param = self.buffer.params[slot].detach()
+        window = self.buffer.window(self.master, slot)
+        master = master.to(window)
+        window.copy_(torch.where(master.to(param.dtype) == param, master, param.to(window.dtype)))
