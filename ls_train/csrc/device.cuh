@@ -42,8 +42,8 @@ __device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Packs: kWidth consecutive elements of one thread, moved by one 16-byte access when kWidth * sizeof(T) == 16 (the
-// pointer must then be 16-byte aligned) and element by element otherwise. kWidth 1 is the path for any alignment.
+// Packs: kWidth consecutive elements of one thread, moved by one access of kWidth * sizeof(T) bytes (16 where kWidth is
+// kPackWidth<T>), to which the pointer must be aligned. kWidth 1 is the path for any size and alignment.
 
 template <class T>
 constexpr int kPackWidth = 16 / static_cast<int>(sizeof(T));
@@ -53,25 +53,36 @@ struct alignas(kWidth * sizeof(T)) Pack {
   T v[kWidth];
 };
 
-template <class T, int kWidth>
-__device__ __forceinline__ uint4& bits(Pack<T, kWidth>& pack) {
-  return reinterpret_cast<uint4&>(pack);
-}
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<16> {
+  using type = uint4;
+};
+template <>
+struct WordOf<8> {
+  using type = uint2;
+};
+template <>
+struct WordOf<4> {
+  using type = unsigned int;
+};
+template <>
+struct WordOf<2> {
+  using type = unsigned short;
+};
+template <>
+struct WordOf<1> {
+  using type = unsigned char;
+};
 
 template <class T, int kWidth>
-__device__ __forceinline__ const uint4& bits(const Pack<T, kWidth>& pack) {
-  return reinterpret_cast<const uint4&>(pack);
-}
+using Word = typename WordOf<kWidth* static_cast<int>(sizeof(T))>::type;
 
 template <int kWidth, class T>
 __device__ __forceinline__ Pack<T, kWidth> load(const T* p) {
   Pack<T, kWidth> pack;
-  if constexpr (kWidth * sizeof(T) == 16) {
-    bits(pack) = *reinterpret_cast<const uint4*>(p);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) pack.v[i] = p[i];
-  }
+  reinterpret_cast<Word<T, kWidth>&>(pack) = *reinterpret_cast<const Word<T, kWidth>*>(p);
   return pack;
 }
 
@@ -79,33 +90,18 @@ __device__ __forceinline__ Pack<T, kWidth> load(const T* p) {
 template <int kWidth, class T>
 __device__ __forceinline__ Pack<T, kWidth> load_streaming(const T* p) {
   Pack<T, kWidth> pack;
-  if constexpr (kWidth * sizeof(T) == 16) {
-    bits(pack) = __ldcs(reinterpret_cast<const uint4*>(p));
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) pack.v[i] = __ldcs(p + i);
-  }
+  reinterpret_cast<Word<T, kWidth>&>(pack) = __ldcs(reinterpret_cast<const Word<T, kWidth>*>(p));
   return pack;
 }
 
-template <int kWidth, class T>
+template <class T, int kWidth>
 __device__ __forceinline__ void store(T* p, const Pack<T, kWidth>& pack) {
-  if constexpr (kWidth * sizeof(T) == 16) {
-    *reinterpret_cast<uint4*>(p) = bits(pack);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) p[i] = pack.v[i];
-  }
+  *reinterpret_cast<Word<T, kWidth>*>(p) = reinterpret_cast<const Word<T, kWidth>&>(pack);
 }
 
-template <int kWidth, class T>
+template <class T, int kWidth>
 __device__ __forceinline__ void store_streaming(T* p, const Pack<T, kWidth>& pack) {
-  if constexpr (kWidth * sizeof(T) == 16) {
-    __stcs(reinterpret_cast<uint4*>(p), bits(pack));
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) __stcs(p + i, pack.v[i]);
-  }
+  __stcs(reinterpret_cast<Word<T, kWidth>*>(p), reinterpret_cast<const Word<T, kWidth>&>(pack));
 }
 
 template <class T, int kWidth>
@@ -120,6 +116,23 @@ template <class T, int kWidth>
 __device__ __forceinline__ void unpack(const Pack<T, kWidth>& pack, float (&x)[kWidth]) {
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) x[i] = to_float(pack.v[i]);
+}
+
+// Hides where the pack's value came from, so that it stays packed in registers: the compiler would otherwise keep its
+// float form alive from one use to the next, at twice the registers.
+template <class T, int kWidth>
+__device__ __forceinline__ void keep_packed(Pack<T, kWidth>& pack) {
+  if constexpr (kWidth * sizeof(T) == 16) {
+    uint4& word = reinterpret_cast<uint4&>(pack);
+    asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
+  }
+}
+
+// Values as they read back after a store as T.
+template <class T, int kWidth>
+__device__ __forceinline__ void round_to(float (&x)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) x[i] = to_float(from_float<T>(x[i]));
 }
 
 template <class T, int kWidth>
@@ -256,6 +269,25 @@ __device__ __forceinline__ Keep8 keep8(const DropoutKey& key, int64_t row, uint3
   return keep8_plane(key, static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32), static_cast<uint32_t>(row), group);
 }
 
+// Applies dropout to kWidth elements of a row; kWidth divides 8 and column is a multiple of it.
+template <int kWidth>
+__device__ __forceinline__ void drop(float (&x)[kWidth], const DropoutKey& key, int64_t row, int column) {
+  if (!key.active()) return;
+  Keep8 keep = keep8(key, row, static_cast<uint32_t>(column) / 8);
+  const int lane = column % 8;
+  if constexpr (kWidth == 4) {
+    keep.word[0] = lane == 0 ? keep.word[0] : keep.word[2];
+    keep.word[1] = lane == 0 ? keep.word[1] : keep.word[3];
+  } else if constexpr (kWidth == 1) {
+    const uint32_t low = lane < 4 ? keep.word[0] : keep.word[2];
+    const uint32_t high = lane < 4 ? keep.word[1] : keep.word[3];
+    const uint32_t word = lane % 4 < 2 ? low : high;
+    keep.word[0] = lane % 2 ? word >> 16 : word;
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) x[i] = keep[i] ? x[i] * key.scale : 0.f;
+}
+
 // Attention: lane 2t + i of the result decides key position 32 * block + 8 * t + 2 * quad + i, with 0 <= quad, t < 4
 // and i < 2. These are the accumulator columns of lane `quad` of a tensor-core row in four neighbouring 8-wide tiles.
 __device__ __forceinline__ Keep8 keep8_attention(const DropoutKey& key, int64_t row, int head, int block, int quad) {
@@ -276,7 +308,7 @@ __device__ __forceinline__ bool keep_attention(const DropoutKey& key, int64_t ro
 // Rows in use: min(*rows, n), or all n without a device count.
 
 __device__ __forceinline__ int64_t used_rows(const int32_t* rows, int64_t n) {
-  return rows != nullptr ? min(static_cast<int64_t>(*rows), n) : n;
+  return rows != nullptr ? min(static_cast<int64_t>(max(*rows, 0)), n) : n;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
