@@ -1,0 +1,216 @@
+"""Self-attention and cross attention inside a layer.
+
+y = attention(q, k, v) W_o^T; the bias b_o is added by the residual epilogue. Head h of H owns columns h * D to
+(h + 1) * D - 1 of q, k, v and of the attention's output, D = C / H, scores are scaled by D^-0.5 (Vaswani et al.,
+"Attention Is All You Need", 2017). Temporaries come from the workspace.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ls_train.layers.call import CROSS_ATTENTION, SELF_ATTENTION, Call, floats
+from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.linear import project, project_gradient
+from ls_train.layers.residual import column_sums
+from ls_train.memory import Field, Workspace
+from ls_train.ops.attention import attention_workspace
+
+ops = torch.ops.ls_train
+
+
+def self_attention_fields(embed_dim: int, heads: int) -> tuple[Field, ...]:
+    """Return what self-attention saves."""
+    return Field("qkv", 3 * embed_dim), Field("attended", embed_dim), Field("lse", heads, True)
+
+
+def cross_attention_fields(embed_dim: int, heads: int) -> tuple[Field, ...]:
+    """Return what cross attention saves."""
+    return Field("query", embed_dim), Field("cross_attended", embed_dim), Field("cross_lse", heads, True)
+
+
+def self_attention_fwd(y: Tensor, x: Tensor, parameters: NamedTuple, saved: SimpleNamespace, call: Call) -> None:
+    """Write self-attention of ``x`` (N, C), without output bias, into ``y``."""
+    p = parameters
+    project(saved.qkv, x, (p.q_weight, p.k_weight, p.v_weight), (p.q_bias, p.k_bias, p.v_bias))
+    q, k, v = _split_qkv(saved.qkv, call.heads)
+    attended = _split_heads(saved.attended, call.heads)
+    ops.attention_fwd(
+        attended,
+        saved.lse,
+        q,
+        k,
+        v,
+        call.cu,
+        call.cu,
+        call.seed,
+        call.max_length,
+        call.max_length,
+        call.causal,
+        q.shape[2] ** -0.5,
+        call.attention_dropout,
+        call.offset + SELF_ATTENTION,
+    )
+    torch.mm(saved.attended, p.out_weight.t(), out=y)
+
+
+def self_attention_bwd(
+    dx: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    parameters: NamedTuple,
+    saved: SimpleNamespace,
+    call: Call,
+    writer: GradientWriter,
+    scratch: Workspace,
+    accumulate: bool,
+) -> None:
+    """Write (or add, with ``accumulate``) the gradient of :func:`self_attention_fwd`'s input into ``dx``."""
+    p = parameters
+    with scratch:
+        dattended = _output_projection_bwd(dy, "out_weight", p.out_weight, saved.attended, writer, scratch)
+        dqkv = scratch.take(saved.qkv.shape, x.dtype)
+        _attention_bwd(
+            _split_qkv(dqkv, call.heads),
+            dattended,
+            _split_qkv(saved.qkv, call.heads),
+            saved.attended,
+            saved.lse,
+            (call.cu, call.cu),
+            (call.max_length, call.max_length),
+            call,
+            call.causal,
+            SELF_ATTENTION,
+            scratch,
+        )
+        column_sums(("q_bias", "k_bias", "v_bias"), dqkv, writer, call.rows, scratch)
+        writer.linear(("q_weight", "k_weight", "v_weight"), dqkv, x)
+        project_gradient(dx, dqkv, (p.q_weight, p.k_weight, p.v_weight), accumulate)
+
+
+def cross_attention_fwd(
+    y: Tensor, x: Tensor, kv: Tensor, parameters: NamedTuple, saved: SimpleNamespace, call: Call
+) -> None:
+    """Write attention of ``x`` (N, C) to this layer's slice of ``kv`` (Ns, L * 2C), without output bias, into ``y``."""
+    p = parameters
+    project(saved.query, x, (p.cross_q_weight,), (p.cross_q_bias,))
+    q = _split_heads(saved.query, call.heads)
+    k, v = _split_kv(kv, call.layer, x.shape[1], call.heads)
+    ops.attention_fwd(
+        _split_heads(saved.cross_attended, call.heads),
+        saved.cross_lse,
+        q,
+        k,
+        v,
+        call.cu,
+        call.memory_cu,
+        call.seed,
+        call.max_length,
+        call.memory_max_length,
+        False,
+        q.shape[2] ** -0.5,
+        call.attention_dropout,
+        call.offset + CROSS_ATTENTION,
+    )
+    torch.mm(saved.cross_attended, p.cross_out_weight.t(), out=y)
+
+
+def cross_attention_bwd(
+    dx: Tensor,
+    dkv: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    kv: Tensor,
+    parameters: NamedTuple,
+    saved: SimpleNamespace,
+    call: Call,
+    writer: GradientWriter,
+    scratch: Workspace,
+    accumulate: bool,
+) -> None:
+    """Write the gradients of :func:`cross_attention_fwd`.
+
+    Args:
+        dx: (N, C), written, or added to with ``accumulate``.
+        dkv: (Ns, 2C), this layer's part of the gradient of ``kv``, written; rows may lie apart.
+    """
+    p = parameters
+    with scratch:
+        dattended = _output_projection_bwd(
+            dy, "cross_out_weight", p.cross_out_weight, saved.cross_attended, writer, scratch
+        )
+        dquery = scratch.take(saved.query.shape, x.dtype)
+        _attention_bwd(
+            (_split_heads(dquery, call.heads), *_split_kv(dkv, 0, x.shape[1], call.heads)),
+            dattended,
+            (_split_heads(saved.query, call.heads), *_split_kv(kv, call.layer, x.shape[1], call.heads)),
+            saved.cross_attended,
+            saved.cross_lse,
+            (call.cu, call.memory_cu),
+            (call.max_length, call.memory_max_length),
+            call,
+            False,
+            CROSS_ATTENTION,
+            scratch,
+        )
+        column_sums(("cross_q_bias",), dquery, writer, call.rows, scratch)
+        writer.linear(("cross_q_weight",), dquery, x)
+        project_gradient(dx, dquery, (p.cross_q_weight,), accumulate)
+
+
+def _output_projection_bwd(
+    dy: Tensor, name: str, weight: Tensor, attended: Tensor, writer: GradientWriter, scratch: Workspace
+) -> Tensor:
+    writer.linear((name,), dy, attended)
+    dattended = scratch.take(attended.shape, dy.dtype)
+    torch.mm(dy, weight, out=dattended)
+    return dattended
+
+
+def _attention_bwd(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    dattended: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    attended: Tensor,
+    lse: Tensor,
+    starts: tuple[Tensor, Tensor],
+    lengths: tuple[int, int],
+    call: Call,
+    causal: bool,
+    site: int,
+    scratch: Workspace,
+) -> None:
+    rows, heads, head_dim = inputs[0].shape
+    with scratch:
+        ops.attention_bwd(
+            *gradients,
+            floats(scratch, attention_workspace(rows, heads, head_dim, inputs[1].shape[0])),
+            _split_heads(dattended, heads),
+            *inputs,
+            _split_heads(attended, heads),
+            lse,
+            *starts,
+            call.seed,
+            *lengths,
+            causal,
+            head_dim**-0.5,
+            call.attention_dropout,
+            call.offset + site,
+        )
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    return x.view(x.shape[0], heads, x.shape[1] // heads)
+
+
+def _split_qkv(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    return qkv.view(qkv.shape[0], 3, heads, qkv.shape[1] // (3 * heads)).unbind(1)
+
+
+def _split_kv(kv: Tensor, layer: int, embed_dim: int, heads: int) -> tuple[Tensor, Tensor]:
+    slice_ = kv[:, layer * 2 * embed_dim : (layer + 1) * 2 * embed_dim]
+    return slice_.unflatten(1, (2, heads, embed_dim // heads)).unbind(1)

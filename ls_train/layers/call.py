@@ -1,0 +1,59 @@
+"""What one call of a layer needs besides activations and parameters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ls_train.memory import Workspace
+
+SITES = 8
+"""Dropout sites reserved for a layer: site s of the layer with ``rng_offset`` o is constant ``o + s``."""
+SELF_ATTENTION, SELF_OUTPUT, CROSS_ATTENTION, CROSS_OUTPUT, ACTIVATION, FFN_OUTPUT = range(6)
+
+
+class Call(NamedTuple):
+    """Everything one call of a layer needs besides activations and parameters.
+
+    Attributes:
+        cu: int32 (B + 1,), starts of the sequences in the packed rows.
+        max_length: no sequence is longer.
+        rows: int32 (1,), number of used rows.
+        heads: H.
+        activation: name of the activation.
+        normalize_before: pre-norm.
+        causal: whether a row sees only itself and earlier rows of its sequence.
+        eps: of the layer norms.
+        seed: int64 (1,), or None without dropout.
+        offset: dropout constant of the layer's first site.
+        dropout: probability on the output of attention and feed-forward.
+        attention_dropout: probability on attention weights.
+        activation_dropout: probability after the activation.
+        memory_cu: int32 (B + 1,), starts of the sequences in the encoder output; None without cross attention.
+        memory_max_length: no encoder sequence is longer.
+        layer: which layer's slice of the shared cross-attention keys and values to use.
+    """
+
+    cu: Tensor
+    max_length: int
+    rows: Tensor
+    heads: int
+    activation: str
+    normalize_before: bool
+    causal: bool
+    eps: float
+    seed: Tensor | None
+    offset: int
+    dropout: float
+    attention_dropout: float
+    activation_dropout: float
+    memory_cu: Tensor | None = None
+    memory_max_length: int = 0
+    layer: int = 0
+
+
+def floats(scratch: Workspace, count: int) -> Tensor:
+    """Return ``count`` float32 numbers of scratch for an operator's column sums."""
+    return scratch.take((count,), torch.float32)

@@ -1,0 +1,107 @@
+"""Cross-attention keys and values of all decoder layers in one projection of the encoder's output.
+
+``kv`` (Ns, L * 2C) holds for layer l its keys in columns 2lC to (2l + 1)C - 1 and its values in the next C columns.
+Every decoder layer takes ``kv`` and hands it on, so that in the backward one gradient buffer travels from the last
+layer to the first, each writing its slice, and one GEMM each gives the gradients of the encoder's output and of all
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from ls_train.layers import modules
+from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.linear import project, project_gradient
+from ls_train.layers.residual import column_sums
+from ls_train.memory import workspace
+from ls_train.packing import Packing
+
+_MARK = "_kv_gradient_slices"
+
+
+class CrossKVFunction(torch.autograd.Function):
+    """kv (Ns, L * 2C) from the encoder's output (Ns, Ce) and L times (k weight, k bias, v weight, v bias)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, memory: Tensor, *parameters: Tensor) -> Tensor:
+        """Return kv for ``memory`` (Ns, Ce); ``rows`` int32 (1,): number of used rows."""
+        weights, biases = parameters[::2], parameters[1::2]
+        kv = memory.new_empty((memory.shape[0], sum(weight.shape[0] for weight in weights)))
+        project(kv, memory, weights, biases)
+        ctx.rows = rows
+        ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
+        ctx.save_for_backward(memory, *parameters)
+        return kv
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dkv: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``memory`` and of the parameters that have no slot in a flat buffer."""
+        memory, *parameters = ctx.saved_tensors
+        names = range(len(parameters))
+        writer = GradientWriter(names, parameters, ctx.leaves, ctx.needs_input_grad[2:])
+        dkv = dkv.contiguous()
+        with workspace(memory) as scratch:
+            column_sums(names[1::2], dkv, writer, ctx.rows, scratch)
+            writer.linear(names[::2], dkv, memory)
+        dmemory = None
+        if ctx.needs_input_grad[1]:
+            dmemory = torch.empty_like(memory)
+            project_gradient(dmemory, dkv, parameters[::2])
+        return None, dmemory, *writer.finish()
+
+
+def gradient_slice(dkv: Tensor | None, kv: Tensor, columns: slice) -> tuple[Tensor, Tensor, bool]:
+    """Return the buffer for the gradient of ``kv``, the slice of it to write, and whether to add the slice after all.
+
+    Args:
+        dkv: gradient that later layers handed on, or None.
+        kv: the keys and values, for the shape.
+        columns: the layer's slice.
+
+    Returns:
+        (buffer, target (Ns, 2C), add). With ``add`` the target is a separate tensor, to be added to the slice by
+        :func:`finish_slice`: the gradient did not come, untouched, from layers of this chain, so it may not be
+        overwritten.
+    """
+    if dkv is None:
+        buffer = torch.zeros_like(kv)
+        return buffer, buffer[:, columns], False
+    slices, version = getattr(dkv, _MARK, ((), None))
+    if version == dkv._version and columns.start not in slices:
+        return dkv, dkv[:, columns], False
+    buffer = dkv.clone(memory_format=torch.contiguous_format)
+    return buffer, torch.empty_like(buffer[:, columns], memory_format=torch.contiguous_format), True
+
+
+def finish_slice(buffer: Tensor, target: Tensor, columns: slice, add: bool) -> Tensor:
+    """Return ``buffer`` after the slice was written, marked so that the next layer of the chain may write in place."""
+    if add:
+        buffer[:, columns].add_(target)
+    slices = getattr(buffer, _MARK, ((), None))[0]
+    setattr(buffer, _MARK, ((*slices, columns.start), buffer._version))
+    return buffer
+
+
+def cross_kv(memory: Tensor, packing: Packing, layers: Sequence[nn.Module]) -> Tensor:
+    """Return the cross-attention keys and values (Ns, L * 2C) of all ``layers``.
+
+    Args:
+        memory: (Ns, Ce), the encoder's packed output.
+        packing: where its sequences lie.
+        layers: L decoder layers with cross attention.
+
+    Raises:
+        TypeError: ``memory`` and the parameters differ in dtype.
+        ValueError: they differ in size or device.
+    """
+    modules.check_rows("cross_kv", "memory", memory, layers[0].encoder_attn.k_proj.in_features)
+    projections = [p for layer in layers for p in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)]
+    memory, *parameters = modules.autocast_inputs((memory, *modules.parameters_of(projections)))
+    modules.check_types("cross_kv", (memory,), parameters)
+    return CrossKVFunction.apply(packing.rows, memory.contiguous(), *parameters)

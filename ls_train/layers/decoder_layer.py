@@ -1,0 +1,370 @@
+"""Transformer decoder layer (self-attention, cross attention, feed-forward) as one autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from ls_train.layers import modules, residual
+from ls_train.layers.attention import (
+    cross_attention_bwd,
+    cross_attention_fields,
+    cross_attention_fwd,
+    self_attention_bwd,
+    self_attention_fields,
+    self_attention_fwd,
+)
+from ls_train.layers.call import CROSS_OUTPUT, FFN_OUTPUT, SELF_OUTPUT, Call
+from ls_train.layers.config import LayerConfig
+from ls_train.layers.cross_kv import cross_kv, finish_slice, gradient_slice
+from ls_train.layers.encoder_layer import EncoderLayerFunction, LSTransformerEncoderLayer
+from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
+from ls_train.layers.gradients import GradientWriter
+from ls_train.memory import Field, SavedBlock, workspace
+from ls_train.packing import Packing
+
+
+class DecoderParameters(NamedTuple):
+    """Parameters of a decoder layer in the order in which its autograd function takes them (keys, values apart)."""
+
+    q_weight: Tensor
+    q_bias: Tensor
+    k_weight: Tensor
+    k_bias: Tensor
+    v_weight: Tensor
+    v_bias: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+    self_norm_weight: Tensor
+    self_norm_bias: Tensor
+    cross_q_weight: Tensor
+    cross_q_bias: Tensor
+    cross_out_weight: Tensor
+    cross_out_bias: Tensor
+    cross_norm_weight: Tensor
+    cross_norm_bias: Tensor
+    fc1_weight: Tensor
+    fc1_bias: Tensor
+    fc2_weight: Tensor
+    fc2_bias: Tensor
+    final_norm_weight: Tensor
+    final_norm_bias: Tensor
+
+
+def decoder_layer_fields(embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool) -> tuple[Field, ...]:
+    """Return what a decoder layer saves for its backward, besides its input and the cross keys and values."""
+    first, last = (("out",), ("sum", "out")) if normalize_before else (("sum", "out"), ("sum",))
+    return (
+        *self_attention_fields(embed_dim, heads),
+        *residual.norm_fields("self_norm", embed_dim, first),
+        *cross_attention_fields(embed_dim, heads),
+        *residual.norm_fields("cross_norm", embed_dim, ("sum", "out")),
+        *residual.norm_fields("final_norm", embed_dim, last),
+        Field("hidden", ffn_dim),
+    )
+
+
+class DecoderLayerFunction(torch.autograd.Function):
+    """(y, kv) of a decoder layer; ``kv`` is handed on so that its gradient is one buffer, see ``cross_kv``."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, call: Call, save: bool, x: Tensor, kv: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the layer's output (N, C) for ``x`` (N, C), and ``kv`` itself; ``save``: a backward may follow."""
+        p = DecoderParameters(*parameters)
+        layout = _layout(x, p, call)
+        y = torch.empty_like(x)
+        with workspace(x) as scratch:
+            block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
+            saved = layout.views(block)
+            projected = scratch.take(x.shape, x.dtype)
+            if call.normalize_before:
+                residual.norm_fwd(saved.self_norm_out, x, p, "self_norm", saved, call)
+                self_attention_fwd(projected, saved.self_norm_out, p, saved, call)
+                residual.add_norm_fwd(
+                    saved.cross_norm_out, projected, p.out_bias, x, p, "cross_norm", saved, call, SELF_OUTPUT
+                )
+                cross_attention_fwd(projected, saved.cross_norm_out, kv, p, saved, call)
+                between = saved.cross_norm_sum
+                residual.add_norm_fwd(
+                    saved.final_norm_out,
+                    projected,
+                    p.cross_out_bias,
+                    between,
+                    p,
+                    "final_norm",
+                    saved,
+                    call,
+                    CROSS_OUTPUT,
+                )
+                feed_forward_fwd(projected, saved.final_norm_out, p, saved, call, scratch)
+                residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, call, FFN_OUTPUT)
+            else:
+                self_attention_fwd(projected, x, p, saved, call)
+                residual.add_norm_fwd(
+                    saved.self_norm_out, projected, p.out_bias, x, p, "self_norm", saved, call, SELF_OUTPUT
+                )
+                cross_attention_fwd(projected, saved.self_norm_out, kv, p, saved, call)
+                between = saved.self_norm_out
+                residual.add_norm_fwd(
+                    saved.cross_norm_out,
+                    projected,
+                    p.cross_out_bias,
+                    between,
+                    p,
+                    "cross_norm",
+                    saved,
+                    call,
+                    CROSS_OUTPUT,
+                )
+                feed_forward_fwd(projected, saved.cross_norm_out, p, saved, call, scratch)
+                residual.add_norm_fwd(
+                    y, projected, p.fc2_bias, saved.cross_norm_out, p, "final_norm", saved, call, FFN_OUTPUT
+                )
+        if save:
+            ctx.call = call
+            ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
+            ctx.save_for_backward(x, kv, block, *parameters)
+            ctx.set_materialize_grads(False)
+        return y, kv
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor | None, dkv: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``x``, ``kv`` and of the parameters that have no slot in a flat buffer."""
+        x, kv, block, *parameters = ctx.saved_tensors
+        if dy is None:
+            return None, None, None, dkv, *([None] * len(parameters))
+        call, p = ctx.call, DecoderParameters(*parameters)
+        saved = _layout(x, p, call).views(block)
+        writer = GradientWriter(p._fields, parameters, ctx.leaves, ctx.needs_input_grad[4:])
+        dy, dx = dy.contiguous(), torch.empty_like(x)
+        columns = slice(call.layer * 2 * x.shape[1], (call.layer + 1) * 2 * x.shape[1])
+        with workspace(x) as scratch:
+            if ctx.needs_input_grad[3]:
+                dkv, dkv_slice, add = gradient_slice(dkv, kv, columns)
+            else:
+                dkv, dkv_slice, add = None, scratch.take((kv.shape[0], 2 * x.shape[1]), x.dtype), False
+            dropped, dsum, dresidual = (scratch.take(x.shape, x.dtype) for _ in range(3))
+            if call.normalize_before:
+                dnormed = scratch.take(x.shape, x.dtype)
+                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", call, FFN_OUTPUT, writer, scratch)
+                feed_forward_bwd(dnormed, dprojected, saved.final_norm_out, p, saved, call, writer, scratch, False)
+                dprojected = residual.add_norm_bwd(
+                    dropped,
+                    dsum,
+                    dnormed,
+                    dy,
+                    "cross_out_bias",
+                    p,
+                    "final_norm",
+                    saved,
+                    call,
+                    CROSS_OUTPUT,
+                    writer,
+                    scratch,
+                )
+                cross_attention_bwd(
+                    dnormed, dkv_slice, dprojected, saved.cross_norm_out, kv, p, saved, call, writer, scratch, False
+                )
+                dprojected = residual.add_norm_bwd(
+                    dropped,
+                    dresidual,
+                    dnormed,
+                    dsum,
+                    "out_bias",
+                    p,
+                    "cross_norm",
+                    saved,
+                    call,
+                    SELF_OUTPUT,
+                    writer,
+                    scratch,
+                )
+                self_attention_bwd(dnormed, dprojected, saved.self_norm_out, p, saved, call, writer, scratch, False)
+                residual.norm_bwd(dx, dnormed, dresidual, x, p, "self_norm", saved, call, writer, scratch)
+            else:
+                dprojected = residual.add_norm_bwd(
+                    dropped, dsum, dy, None, "fc2_bias", p, "final_norm", saved, call, FFN_OUTPUT, writer, scratch
+                )
+                feed_forward_bwd(dsum, dprojected, saved.cross_norm_out, p, saved, call, writer, scratch, True)
+                dprojected = residual.add_norm_bwd(
+                    dropped,
+                    dresidual,
+                    dsum,
+                    None,
+                    "cross_out_bias",
+                    p,
+                    "cross_norm",
+                    saved,
+                    call,
+                    CROSS_OUTPUT,
+                    writer,
+                    scratch,
+                )
+                cross_attention_bwd(
+                    dresidual, dkv_slice, dprojected, saved.self_norm_out, kv, p, saved, call, writer, scratch, True
+                )
+                dprojected = residual.add_norm_bwd(
+                    dropped, dx, dresidual, None, "out_bias", p, "self_norm", saved, call, SELF_OUTPUT, writer, scratch
+                )
+                self_attention_bwd(dx, dprojected, x, p, saved, call, writer, scratch, True)
+            if dkv is not None:
+                dkv = finish_slice(dkv, dkv_slice, columns, add)
+        return None, None, dx if ctx.needs_input_grad[2] else None, dkv, *writer.finish()
+
+
+def _layout(x: Tensor, p: DecoderParameters, call: Call) -> SavedBlock:
+    fields = decoder_layer_fields(x.shape[1], p.fc1_weight.shape[0], call.heads, call.normalize_before)
+    return SavedBlock(fields, x.shape[0], x.dtype)
+
+
+class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
+    """Transformer decoder layer, parameters named and initialised as in fairseq.
+
+    Args:
+        config: from :meth:`get_config`; or give the sizes in torch's style instead.
+        initial_weights: self-attention q, k, v, output and layer norm, cross-attention q, k, v, output and layer norm
+            (both only with cross attention), fc1, fc2, final layer norm weights.
+        initial_biases: the biases in the same order.
+        memory_dim: size of the encoder's output; None is C.
+        cross_attention: whether the layer attends to an encoder.
+
+    The other arguments and the errors are those of :class:`LSTransformerEncoderLayer`.
+    """
+
+    def __init__(
+        self,
+        config: LayerConfig | None = None,
+        initial_weights: Sequence[Tensor | None] | None = None,
+        initial_biases: Sequence[Tensor | None] | None = None,
+        *,
+        embed_dim: int | None = None,
+        num_heads: int | None = None,
+        ffn_dim: int | None = None,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        activation_dropout: float = 0.1,
+        activation: str = "relu",
+        normalize_before: bool = False,
+        eps: float = 1e-5,
+        memory_dim: int | None = None,
+        cross_attention: bool = True,
+    ) -> None:
+        if config is None:
+            config = modules.layer_config(
+                embed_dim,
+                num_heads,
+                ffn_dim,
+                dropout,
+                attention_dropout,
+                activation_dropout,
+                activation,
+                normalize_before,
+                eps,
+            )
+            config = replace(config, memory_size=memory_dim, cross_attention=cross_attention)
+        super().__init__(config, initial_weights, initial_biases, causal=True)
+
+    def forward(
+        self,
+        x: Tensor,
+        encoder_out: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        """Return the layer's output (B, T, C).
+
+        Args:
+            x: (B, T, C).
+            encoder_out: (B, S, Ce), or None without cross attention.
+            encoder_padding_mask: bool (B, S), True where padded; None: no padding.
+            padding_mask: bool (B, T), True where padded; the output is zero there. None: no padding.
+            seed: int64 (1,) on the device, of the dropout masks; None draws one from torch's generator.
+
+        Raises:
+            TypeError: an input and the parameters differ in dtype.
+            ValueError: a shape, device or a mask's dtype does not fit, or ``encoder_out`` is missing.
+        """
+        modules.check_batch("x", x, self.embed_dim)
+        packing = Packing.from_padding_mask(padding_mask, x.shape[0], x.shape[1], x.device)
+        rows = packing.pack(x)
+        if self.encoder_attn is None:
+            return packing.unpack(self.forward_packed(rows, packing, seed=seed)[0])
+        if encoder_out is None:
+            raise ValueError("encoder_out is missing; build the layer with cross_attention=False to do without")
+        modules.check_batch("encoder_out", encoder_out, self.encoder_attn.k_proj.in_features)
+        if encoder_out.shape[0] != x.shape[0]:
+            raise ValueError(f"encoder_out has batch {encoder_out.shape[0]}, x has {x.shape[0]}; they must be equal")
+        memory = Packing.from_padding_mask(
+            encoder_padding_mask, encoder_out.shape[0], encoder_out.shape[1], encoder_out.device
+        )
+        kv = cross_kv(memory.pack(encoder_out), memory, [self])
+        return packing.unpack(self.forward_packed(rows, packing, kv, memory, seed=seed)[0])
+
+    def forward_packed(
+        self,
+        x: Tensor,
+        packing: Packing,
+        kv: Tensor | None = None,
+        memory: Packing | None = None,
+        layer: int = 0,
+        seed: Tensor | None = None,
+        rng_offset: int = 0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's output (N, C) for packed rows ``x`` (N, C), and ``kv`` for the next layer.
+
+        Args:
+            x: (N, C); rows beyond the used ones must be finite.
+            packing: where the sequences lie.
+            kv: (Ns, L * 2C) from :func:`ls_train.layers.cross_kv.cross_kv` for the first layer, then what the layer
+                before returned; None without cross attention.
+            memory: where the encoder's sequences lie in the rows of ``kv``.
+            layer: which slice of ``kv`` is this layer's.
+            seed: int64 (1,) on the device, of the dropout masks; None draws one from torch's generator.
+            rng_offset: first of the eight dropout constants of this layer; different for each layer of one seed.
+        """
+        name = type(self).__name__
+        modules.check_rows(name, "x", x, self.embed_dim)
+        call = self._call(packing, seed, rng_offset)
+        if self.encoder_attn is None:
+            x, *parameters = modules.autocast_inputs((x, *modules.parameters_of(self._self_modules())))
+            modules.check_types(name, (x,), parameters)
+            save = modules.wants_gradient((x, *parameters))
+            return EncoderLayerFunction.apply(call, save, x.contiguous(), *parameters), kv
+        if kv is None or memory is None:
+            raise ValueError(f"{name}: kv and memory are missing; make them with cross_kv(...)")
+        if kv.dim() != 2 or kv.shape[1] < (layer + 1) * 2 * self.embed_dim:
+            raise ValueError(f"{name}: kv of shape {tuple(kv.shape)} has no slice for layer {layer}")
+        x, kv, *parameters = modules.autocast_inputs((x, kv, *modules.parameters_of(self._cross_modules())))
+        modules.check_types(name, (x, kv), parameters)
+        call = call._replace(memory_cu=memory.cu_seqlens, memory_max_length=memory.max_length, layer=layer)
+        save = modules.wants_gradient((x, kv, *parameters))
+        y, handed_on = DecoderLayerFunction.apply(call, save, x.contiguous(), kv, *parameters)
+        return y, handed_on if kv.requires_grad else kv
+
+    def _build_cross_attention(self, config: LayerConfig) -> None:
+        self.encoder_attn = self.encoder_attn_layer_norm = None
+        if config.cross_attention:
+            self.encoder_attn = modules.Attention(config.hidden_size, config.memory_size)
+            self.encoder_attn_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+            modules.keep_cross_kv_together([self])
+
+    def _cross_modules(self) -> list[nn.Module]:
+        """Return what :class:`DecoderLayerFunction` takes weight and bias of, in its order."""
+        own, attention = self._self_modules(), self.encoder_attn
+        return [*own[:5], attention.q_proj, attention.out_proj, self.encoder_attn_layer_norm, *own[5:]]
+
+    def _initialised_modules(self) -> list[nn.Module]:
+        own, attention = self._self_modules(), self.encoder_attn
+        if attention is None:
+            return own
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj)
+        return [*own[:5], *projections, self.encoder_attn_layer_norm, *own[5:]]

@@ -1,0 +1,287 @@
+"""Transformer encoder layer (self-attention, feed-forward) as one autograd function over packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from ls_train.layers import modules, residual
+from ls_train.layers.attention import self_attention_bwd, self_attention_fields, self_attention_fwd
+from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call
+from ls_train.layers.config import LayerConfig, from_preset
+from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
+from ls_train.layers.gradients import GradientWriter
+from ls_train.memory import Field, SavedBlock, workspace
+from ls_train.packing import Packing
+
+
+class EncoderParameters(NamedTuple):
+    """Parameters of an encoder layer in the order in which its autograd function takes them."""
+
+    q_weight: Tensor
+    q_bias: Tensor
+    k_weight: Tensor
+    k_bias: Tensor
+    v_weight: Tensor
+    v_bias: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+    self_norm_weight: Tensor
+    self_norm_bias: Tensor
+    fc1_weight: Tensor
+    fc1_bias: Tensor
+    fc2_weight: Tensor
+    fc2_bias: Tensor
+    final_norm_weight: Tensor
+    final_norm_bias: Tensor
+
+
+def encoder_layer_fields(embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool) -> tuple[Field, ...]:
+    """Return what an encoder layer saves for its backward, besides its input."""
+    self_norm, final_norm = (("out",), ("sum", "out")) if normalize_before else (("sum", "out"), ("sum",))
+    return (
+        *self_attention_fields(embed_dim, heads),
+        *residual.norm_fields("self_norm", embed_dim, self_norm),
+        *residual.norm_fields("final_norm", embed_dim, final_norm),
+        Field("hidden", ffn_dim),
+    )
+
+
+class EncoderLayerFunction(torch.autograd.Function):
+    """Self-attention and feed-forward with residuals and layer norms; with ``call.causal`` a decoder-only layer."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, call: Call, save: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+        """Return the layer's output (N, C) for ``x`` (N, C); ``save``: a backward may follow."""
+        p = EncoderParameters(*parameters)
+        layout = _layout(x, p, call)
+        y = torch.empty_like(x)
+        with workspace(x) as scratch:
+            block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
+            saved = layout.views(block)
+            projected = scratch.take(x.shape, x.dtype)
+            if call.normalize_before:
+                residual.norm_fwd(saved.self_norm_out, x, p, "self_norm", saved, call)
+                self_attention_fwd(projected, saved.self_norm_out, p, saved, call)
+                residual.add_norm_fwd(
+                    saved.final_norm_out, projected, p.out_bias, x, p, "final_norm", saved, call, SELF_OUTPUT
+                )
+                feed_forward_fwd(projected, saved.final_norm_out, p, saved, call, scratch)
+                residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, call, FFN_OUTPUT)
+            else:
+                self_attention_fwd(projected, x, p, saved, call)
+                residual.add_norm_fwd(
+                    saved.self_norm_out, projected, p.out_bias, x, p, "self_norm", saved, call, SELF_OUTPUT
+                )
+                feed_forward_fwd(projected, saved.self_norm_out, p, saved, call, scratch)
+                residual.add_norm_fwd(
+                    y, projected, p.fc2_bias, saved.self_norm_out, p, "final_norm", saved, call, FFN_OUTPUT
+                )
+        if save:
+            ctx.call = call
+            ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
+            ctx.save_for_backward(x, block, *parameters)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``x`` and of the parameters that have no slot in a flat buffer."""
+        x, block, *parameters = ctx.saved_tensors
+        call, p = ctx.call, EncoderParameters(*parameters)
+        saved = _layout(x, p, call).views(block)
+        writer = GradientWriter(p._fields, parameters, ctx.leaves, ctx.needs_input_grad[3:])
+        dy, dx = dy.contiguous(), torch.empty_like(x)
+        with workspace(x) as scratch:
+            dropped, dsum = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
+            if call.normalize_before:
+                dnormed = scratch.take(x.shape, x.dtype)
+                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", call, FFN_OUTPUT, writer, scratch)
+                feed_forward_bwd(dnormed, dprojected, saved.final_norm_out, p, saved, call, writer, scratch, False)
+                dprojected = residual.add_norm_bwd(
+                    dropped, dsum, dnormed, dy, "out_bias", p, "final_norm", saved, call, SELF_OUTPUT, writer, scratch
+                )
+                self_attention_bwd(dnormed, dprojected, saved.self_norm_out, p, saved, call, writer, scratch, False)
+                residual.norm_bwd(dx, dnormed, dsum, x, p, "self_norm", saved, call, writer, scratch)
+            else:
+                dprojected = residual.add_norm_bwd(
+                    dropped, dsum, dy, None, "fc2_bias", p, "final_norm", saved, call, FFN_OUTPUT, writer, scratch
+                )
+                feed_forward_bwd(dsum, dprojected, saved.self_norm_out, p, saved, call, writer, scratch, True)
+                dprojected = residual.add_norm_bwd(
+                    dropped, dx, dsum, None, "out_bias", p, "self_norm", saved, call, SELF_OUTPUT, writer, scratch
+                )
+                self_attention_bwd(dx, dprojected, x, p, saved, call, writer, scratch, True)
+        return None, None, dx if ctx.needs_input_grad[2] else None, *writer.finish()
+
+
+def _layout(x: Tensor, p: NamedTuple, call: Call) -> SavedBlock:
+    fields = encoder_layer_fields(x.shape[1], p.fc1_weight.shape[0], call.heads, call.normalize_before)
+    return SavedBlock(fields, x.shape[0], x.dtype)
+
+
+class LSTransformerEncoderLayer(nn.Module):
+    """Transformer encoder layer, parameters named and initialised as in fairseq.
+
+    Args:
+        config: from :meth:`get_config`; or give the sizes in torch's style instead.
+        initial_weights: q, k, v, attention output, attention layer norm, fc1, fc2, final layer norm weights.
+        initial_biases: the biases in the same order.
+        embed_dim: C.
+        num_heads: H.
+        ffn_dim: F; None is 4 C.
+        dropout: probability on the outputs of attention and feed-forward.
+        attention_dropout: probability on attention weights.
+        activation_dropout: probability after the activation.
+        activation: relu, gelu, gelu_tanh or swish.
+        normalize_before: pre-norm (True) or post-norm (False).
+        eps: of the layer norms.
+        causal: whether a token sees only itself and earlier tokens.
+
+    Raises:
+        ValueError: a size, probability or the activation has a bad value.
+    """
+
+    def __init__(
+        self,
+        config: LayerConfig | None = None,
+        initial_weights: Sequence[Tensor | None] | None = None,
+        initial_biases: Sequence[Tensor | None] | None = None,
+        *,
+        embed_dim: int | None = None,
+        num_heads: int | None = None,
+        ffn_dim: int | None = None,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        activation_dropout: float = 0.1,
+        activation: str = "relu",
+        normalize_before: bool = False,
+        eps: float = 1e-5,
+        causal: bool = False,
+    ) -> None:
+        super().__init__()
+        if config is None:
+            config = modules.layer_config(
+                embed_dim,
+                num_heads,
+                ffn_dim,
+                dropout,
+                attention_dropout,
+                activation_dropout,
+                activation,
+                normalize_before,
+                eps,
+            )
+        config.check()
+        self.heads = config.nhead
+        self.dropout = config.hidden_dropout_ratio
+        self.attention_dropout = config.attn_prob_dropout_ratio
+        self.activation_dropout = config.activation_dropout_ratio
+        self.activation = config.activation_fn
+        self.normalize_before = config.pre_layer_norm
+        self.eps = config.layer_norm_eps
+        self.causal = causal
+        self.embed_dim = size = config.hidden_size
+        self.self_attn = modules.Attention(size)
+        self.self_attn_layer_norm = nn.LayerNorm(size, self.eps)
+        self._build_cross_attention(config)
+        self.fc1 = nn.Linear(size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, size)
+        self.final_layer_norm = nn.LayerNorm(size, self.eps)
+        modules.keep_qkv_together(self.self_attn)
+        ordered = self._initialised_modules()
+        modules.fill([module.weight for module in ordered], initial_weights, "initial_weights")
+        modules.fill([module.bias for module in ordered], initial_biases, "initial_biases")
+        if config.fp16:
+            self.half()
+
+    @staticmethod
+    def get_config(model: str | None = None, **values: Any) -> LayerConfig:
+        """Return a configuration from a preset (``transformer-base``, ...) and field values, which win.
+
+        Raises:
+            ValueError: the model or a field is unknown, missing or has a bad value.
+        """
+        return from_preset(LayerConfig, model, values)
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
+        """Return the layer's output (B, T, C).
+
+        Args:
+            x: (B, T, C).
+            padding_mask: bool (B, T), True where padded; the output is zero there. None: no padding.
+            seed: int64 (1,) on the device, of the dropout masks; None draws one from torch's generator.
+
+        Raises:
+            TypeError: ``x`` and the parameters differ in dtype.
+            ValueError: a shape, device or the mask's dtype does not fit.
+        """
+        modules.check_batch("x", x, self.embed_dim)
+        packing = Packing.from_padding_mask(padding_mask, x.shape[0], x.shape[1], x.device)
+        return packing.unpack(self.forward_packed(packing.pack(x), packing, seed))
+
+    def forward_packed(self, x: Tensor, packing: Packing, seed: Tensor | None = None, rng_offset: int = 0) -> Tensor:
+        """Return the layer's output (N, C) for packed rows ``x`` (N, C).
+
+        Args:
+            x: (N, C); rows beyond the used ones must be finite.
+            packing: where the sequences lie.
+            seed: int64 (1,) on the device, of the dropout masks; None draws one from torch's generator.
+            rng_offset: first of the eight dropout constants of this layer; different for each layer of one seed.
+        """
+        parameters = modules.parameters_of(self._self_modules())
+        modules.check_rows(type(self).__name__, "x", x, self.embed_dim)
+        x, *parameters = modules.autocast_inputs((x, *parameters))
+        modules.check_types(type(self).__name__, (x,), parameters)
+        call = self._call(packing, seed, rng_offset)
+        save = modules.wants_gradient((x, *parameters))
+        return EncoderLayerFunction.apply(call, save, x.contiguous(), *parameters)
+
+    def extra_repr(self) -> str:
+        """Return the layer's settings for ``repr``."""
+        return (
+            f"heads={self.heads}, activation={self.activation}, normalize_before={self.normalize_before}, "
+            f"dropout={self.dropout}, attention_dropout={self.attention_dropout}, "
+            f"activation_dropout={self.activation_dropout}"
+        )
+
+    def _build_cross_attention(self, config: LayerConfig) -> None:
+        """Build what a decoder layer has between self-attention and feed-forward; nothing here."""
+
+    def _call(self, packing: Packing, seed: Tensor | None, rng_offset: int) -> Call:
+        rates = (self.dropout, self.attention_dropout, self.activation_dropout) if self.training else (0.0, 0.0, 0.0)
+        return Call(
+            packing.cu_seqlens,
+            packing.max_length,
+            packing.rows,
+            self.heads,
+            self.activation,
+            self.normalize_before,
+            self.causal,
+            self.eps,
+            modules.dropout_seed(seed, rates, packing.cu_seqlens),
+            rng_offset,
+            *rates,
+        )
+
+    def _self_modules(self) -> list[nn.Module]:
+        """Return what :class:`EncoderLayerFunction` takes weight and bias of, in its order."""
+        attention = self.self_attn
+        return [
+            attention.q_proj,
+            attention.k_proj,
+            attention.v_proj,
+            attention.out_proj,
+            self.self_attn_layer_norm,
+            self.fc1,
+            self.fc2,
+            self.final_layer_norm,
+        ]
+
+    def _initialised_modules(self) -> list[nn.Module]:
+        """Return the modules in the order of ``initial_weights`` and ``initial_biases``."""
+        return self._self_modules()

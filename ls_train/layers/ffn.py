@@ -1,0 +1,83 @@
+"""The feed-forward block inside a layer: y = dropout(act(x W_1^T + b_1)) W_2^T; the epilogue adds b_2."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ls_train.layers.call import ACTIVATION, Call, floats
+from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.linear import project_gradient
+from ls_train.memory import Workspace
+from ls_train.ops.bias_activation_dropout import bias_activation_dropout_workspace
+
+ops = torch.ops.ls_train
+
+
+def feed_forward_fwd(
+    y: Tensor, x: Tensor, parameters: NamedTuple, saved: SimpleNamespace, call: Call, scratch: Workspace
+) -> None:
+    """Write the feed-forward block of ``x`` (N, C), without output bias, into ``y``.
+
+    For relu ``saved.hidden`` is the activation's output, otherwise its input (the output is computed again).
+    """
+    p = parameters
+    with scratch:
+        inner = scratch.take(saved.hidden.shape, x.dtype)
+        before, after = (inner, saved.hidden) if call.activation == "relu" else (saved.hidden, inner)
+        torch.mm(x, p.fc1_weight.t(), out=before)
+        _activation_fwd(after, before, p.fc1_bias, call)
+        torch.mm(after, p.fc2_weight.t(), out=y)
+
+
+def feed_forward_bwd(
+    dx: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    parameters: NamedTuple,
+    saved: SimpleNamespace,
+    call: Call,
+    writer: GradientWriter,
+    scratch: Workspace,
+    accumulate: bool,
+) -> None:
+    """Write (or add, with ``accumulate``) the gradient of :func:`feed_forward_fwd`'s input into ``dx``."""
+    p = parameters
+    shape = saved.hidden.shape
+    with scratch:
+        dhidden = scratch.take(shape, x.dtype)
+        dinner = scratch.take(shape, x.dtype)
+        if call.activation == "relu":
+            hidden, bias = saved.hidden, None
+        else:
+            # dinner is free until the activation's backward
+            hidden, bias = dinner, p.fc1_bias
+            _activation_fwd(hidden, saved.hidden, bias, call)
+        writer.linear(("fc2_weight",), dy, hidden)
+        torch.mm(dy, p.fc2_weight, out=dhidden)
+        (dbias,), add = writer.open(("fc1_bias",))
+        ops.bias_activation_dropout_bwd(
+            dinner,
+            dbias,
+            floats(scratch, bias_activation_dropout_workspace(*shape)),
+            dhidden,
+            saved.hidden,
+            bias,
+            call.seed,
+            call.rows,
+            call.activation_dropout,
+            call.offset + ACTIVATION,
+            call.activation,
+            add,
+        )
+        writer.linear(("fc1_weight",), dinner, x)
+        project_gradient(dx, dinner, (p.fc1_weight,), accumulate)
+
+
+def _activation_fwd(y: Tensor, x: Tensor, bias: Tensor, call: Call) -> None:
+    ops.bias_activation_dropout_fwd(
+        y, x, bias, call.seed, call.rows, call.activation_dropout, call.offset + ACTIVATION, call.activation
+    )

@@ -1,0 +1,56 @@
+"""Linear projections of packed rows by one or several weights: one GEMM where the weights lie together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ls_train.params import joined
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor | None:
+    return tensors[0] if len(tensors) == 1 else joined(tensors)
+
+
+def project(out: Tensor, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> None:
+    """Write ``x w^T + b`` for each weight and bias, side by side, into ``out``.
+
+    Args:
+        out: (N, sum of M).
+        x: (N, K).
+        weights: each (M, K).
+        biases: each (M,), or None for none.
+    """
+    weight = _join(weights)
+    bias = None if biases is None else _join(biases)
+    if weight is not None and (biases is None or bias is not None):
+        weights, biases = (weight,), None if biases is None else (bias,)
+    column = 0
+    for i, weight in enumerate(weights):
+        part = out if len(weights) == 1 else out[:, column : column + weight.shape[0]]
+        if biases is None:
+            torch.mm(x, weight.t(), out=part)
+        else:
+            torch.addmm(biases[i], x, weight.t(), out=part)
+        column += weight.shape[0]
+
+
+def project_gradient(dx: Tensor, dy: Tensor, weights: Sequence[Tensor], accumulate: bool = False) -> None:
+    """Write (or add, with ``accumulate``) the gradient of the input of :func:`project` into ``dx``.
+
+    Args:
+        dx: (N, K).
+        dy: (N, sum of M), gradient of the output.
+        weights: those of the projection, each (M, K).
+        accumulate: add to what ``dx`` holds.
+    """
+    weight = _join(weights)
+    if weight is not None:
+        weights = (weight,)
+    column = 0
+    for weight in weights:
+        part = dy if len(weights) == 1 else dy[:, column : column + weight.shape[0]]
+        torch.addmm(dx, part, weight, beta=1 if accumulate or column else 0, out=dx)
+        column += weight.shape[0]

@@ -1,0 +1,162 @@
+"""Parameter containers with fairseq's names and initialisation, and what all layer modules do around a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ls_train import rng
+from ls_train.layers.config import LayerConfig
+from ls_train.params import keep_together
+
+
+class Attention(nn.Module):
+    """Parameters ``k_proj``, ``v_proj``, ``q_proj``, ``out_proj`` of one multi-head attention.
+
+    Initialisation: Xavier uniform, gain 1/sqrt(2) for q, k and v where all sizes are equal, output bias zero
+    (fairseq's ``MultiheadAttention.reset_parameters``).
+
+    Args:
+        embed_dim: C.
+        memory_dim: size of what keys and values are made from; None is C.
+    """
+
+    def __init__(self, embed_dim: int, memory_dim: int | None = None) -> None:
+        super().__init__()
+        memory_dim = embed_dim if memory_dim is None else memory_dim
+        self.k_proj = nn.Linear(memory_dim, embed_dim)
+        self.v_proj = nn.Linear(memory_dim, embed_dim)
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        gain = 1 / math.sqrt(2) if memory_dim == embed_dim else 1.0
+        for projection in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(projection.weight, gain=gain)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+
+def keep_qkv_together(attention: Attention) -> None:
+    """Ask for q, k and v weights (and biases) to lie together in flat buffers: one GEMM instead of three."""
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    keep_together([projection.weight for projection in projections])
+    keep_together([projection.bias for projection in projections])
+
+
+def keep_cross_kv_together(layers: Iterable[nn.Module]) -> None:
+    """Ask for all decoder layers' cross k and v weights (and biases) to lie together in flat buffers."""
+    projections = [p for layer in layers for p in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)]
+    if projections:
+        keep_together([projection.weight for projection in projections])
+        keep_together([projection.bias for projection in projections])
+
+
+def fill(parameters: Sequence[Tensor], values: Sequence[Tensor | None] | None, name: str) -> None:
+    """Copy ``values`` (None: leave the initialisation) into ``parameters``.
+
+    Raises:
+        ValueError: the number of values or a shape does not fit.
+    """
+    if values is None:
+        return
+    if len(values) != len(parameters):
+        raise ValueError(f"{name} must have {len(parameters)} entries, got {len(values)}")
+    for i, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
+        if value is None:
+            continue
+        if value.shape != parameter.shape:
+            raise ValueError(f"{name}[{i}] must have shape {tuple(parameter.shape)}, got {tuple(value.shape)}")
+        with torch.no_grad():
+            parameter.copy_(value)
+
+
+def autocast_inputs(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return floating-point ``tensors`` in autocast's type where autocast is on, else as they are."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def check_types(name: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Raise an error where activations and parameters of one call differ in type or device.
+
+    Raises:
+        TypeError: dtypes differ.
+        ValueError: devices differ.
+    """
+    first = tensors[0]
+    for tensor in (*tensors, *parameters):
+        if tensor.dtype != first.dtype:
+            raise TypeError(
+                f"{name}: input is {first.dtype} but a parameter or second input is {tensor.dtype}; convert the module "
+                "(.half(), .bfloat16(), .float()), the input, or use torch.autocast"
+            )
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{name}: input is on {first.device} but a parameter or second input is on {tensor.device}; move the "
+                "module or the input with .to(device)"
+            )
+
+
+def dropout_seed(seed: Tensor | None, probabilities: Sequence[float], like: Tensor) -> Tensor | None:
+    """Return ``seed``, a fresh one where it is None and some dropout is on, or None without dropout."""
+    if not any(probabilities):
+        return None
+    return rng.draw_seed(like.device) if seed is None else seed
+
+
+def wants_gradient(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a backward of an operation on ``tensors`` can follow."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def layer_config(
+    embed_dim: int | None,
+    num_heads: int | None,
+    ffn_dim: int | None,
+    dropout: float,
+    attention_dropout: float,
+    activation_dropout: float,
+    activation: str,
+    normalize_before: bool,
+    eps: float,
+) -> LayerConfig:
+    """Return the configuration that torch-style constructor arguments describe.
+
+    Raises:
+        ValueError: a size is missing.
+    """
+    if embed_dim is None or num_heads is None:
+        raise ValueError("give a config from get_config(...), or embed_dim= and num_heads=")
+    return LayerConfig(
+        hidden_size=embed_dim,
+        intermediate_size=4 * embed_dim if ffn_dim is None else ffn_dim,
+        nhead=num_heads,
+        attn_prob_dropout_ratio=attention_dropout,
+        activation_dropout_ratio=activation_dropout,
+        hidden_dropout_ratio=dropout,
+        pre_layer_norm=normalize_before,
+        activation_fn=activation,
+        layer_norm_eps=eps,
+    )
+
+
+def check_batch(name: str, x: Tensor, embed_dim: int) -> None:
+    """Raise a ValueError unless ``x`` has shape (B, T, ``embed_dim``)."""
+    if x.dim() != 3 or x.shape[2] != embed_dim:
+        raise ValueError(f"{name} must have shape (batch, length, {embed_dim}), got {tuple(x.shape)}")
+
+
+def check_rows(layer: str, name: str, x: Tensor, embed_dim: int) -> None:
+    """Raise a ValueError unless ``x`` has shape (N, ``embed_dim``)."""
+    if x.dim() != 2 or x.shape[1] != embed_dim:
+        raise ValueError(f"{layer}: packed {name} must have shape (rows, {embed_dim}), got {tuple(x.shape)}")
+
+
+def parameters_of(layers: Iterable[nn.Module]) -> tuple[Tensor, ...]:
+    """Return weight and bias of each module, one after another."""
+    return tuple(tensor for module in layers for tensor in (module.weight, module.bias))

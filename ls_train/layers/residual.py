@@ -1,0 +1,179 @@
+"""The steps around attention and feed-forward: bias, dropout, residual sum and layer norm, and bias gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ls_train.layers.call import Call, floats
+from ls_train.layers.gradients import GradientWriter
+from ls_train.memory import Field, Workspace
+from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
+from ls_train.ops.bias_dropout_add_layer_norm import bias_dropout_add_layer_norm_workspace
+from ls_train.ops.layer_norm import layer_norm_workspace
+
+ops = torch.ops.ls_train
+
+
+def norm_fields(name: str, embed_dim: int, outputs: tuple[str, ...]) -> tuple[Field, ...]:
+    """Return what layer norm ``name`` saves: its statistics and those of ``outputs`` ("sum", "out") it has."""
+    matrices = tuple(Field(f"{name}_{output}", embed_dim) for output in outputs)
+    return (*matrices, Field(f"{name}_mean", 0, True), Field(f"{name}_rstd", 0, True))
+
+
+def norm_fwd(y: Tensor, x: Tensor, parameters: NamedTuple, name: str, saved: SimpleNamespace, call: Call) -> None:
+    """Write layer norm ``name`` of ``x`` into ``y`` and its statistics into the saved block."""
+    weight, bias = getattr(parameters, f"{name}_weight"), getattr(parameters, f"{name}_bias")
+    ops.layer_norm_fwd(
+        y, getattr(saved, f"{name}_mean"), getattr(saved, f"{name}_rstd"), x, weight, bias, call.rows, call.eps
+    )
+
+
+def norm_bwd(
+    dx: Tensor,
+    dy: Tensor,
+    dresidual: Tensor,
+    x: Tensor,
+    parameters: NamedTuple,
+    name: str,
+    saved: SimpleNamespace,
+    call: Call,
+    writer: GradientWriter,
+    scratch: Workspace,
+) -> None:
+    """Write the gradient of layer norm ``name``'s input plus ``dresidual`` into ``dx``."""
+    (dweight, dbias), add = writer.open((f"{name}_weight",), (f"{name}_bias",), always=True)
+    with scratch:
+        ops.layer_norm_bwd(
+            dx,
+            dweight,
+            dbias,
+            floats(scratch, layer_norm_workspace(*x.shape)),
+            dy,
+            dresidual,
+            x,
+            getattr(saved, f"{name}_mean"),
+            getattr(saved, f"{name}_rstd"),
+            getattr(parameters, f"{name}_weight"),
+            call.rows,
+            add,
+        )
+
+
+def add_fwd(y: Tensor, x: Tensor, bias: Tensor, residual: Tensor, call: Call, site: int) -> None:
+    """Write ``residual + dropout(x + bias)`` into ``y``."""
+    ops.bias_dropout_add_fwd(y, x, bias, residual, call.seed, call.rows, call.dropout, call.offset + site)
+
+
+def add_bwd(
+    dx: Tensor, dy: Tensor, bias: str, call: Call, site: int, writer: GradientWriter, scratch: Workspace
+) -> Tensor:
+    """Return the gradient of :func:`add_fwd`'s ``x``: written to ``dx``, or ``dy`` itself without dropout."""
+    (dbias,), add = writer.open((bias,))
+    dropped = call.dropout > 0
+    if dropped or dbias is not None:
+        with scratch:
+            ops.bias_dropout_add_bwd(
+                dx if dropped else None,
+                dbias,
+                floats(scratch, bias_dropout_add_workspace(*dy.shape)),
+                dy,
+                call.seed,
+                call.rows,
+                call.dropout,
+                call.offset + site,
+                add,
+            )
+    return dx if dropped else dy
+
+
+def add_norm_fwd(
+    y: Tensor,
+    x: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    parameters: NamedTuple,
+    name: str,
+    saved: SimpleNamespace,
+    call: Call,
+    site: int,
+) -> None:
+    """Write the sum ``residual + dropout(x + bias)`` into the saved block and its layer norm ``name`` into ``y``."""
+    ops.bias_dropout_add_layer_norm_fwd(
+        y,
+        getattr(saved, f"{name}_sum"),
+        getattr(saved, f"{name}_mean"),
+        getattr(saved, f"{name}_rstd"),
+        x,
+        bias,
+        residual,
+        getattr(parameters, f"{name}_weight"),
+        getattr(parameters, f"{name}_bias"),
+        call.seed,
+        call.rows,
+        call.eps,
+        call.dropout,
+        call.offset + site,
+    )
+
+
+def add_norm_bwd(
+    dx: Tensor,
+    dresidual: Tensor,
+    dy: Tensor,
+    dsum: Tensor | None,
+    bias: str,
+    parameters: NamedTuple,
+    name: str,
+    saved: SimpleNamespace,
+    call: Call,
+    site: int,
+    writer: GradientWriter,
+    scratch: Workspace,
+) -> Tensor:
+    """Write the gradient of :func:`add_norm_fwd`'s residual into ``dresidual`` and return that of its ``x``.
+
+    Args:
+        dx: (N, C), written with dropout; without it ``dresidual`` is the gradient of ``x`` too.
+        dy: gradient of the layer norm's output.
+        dsum: gradient that reaches the sum by another path, or None.
+        bias: name of the bias parameter.
+    """
+    (dweight, dnorm_bias, dbias), add = writer.open((f"{name}_weight",), (f"{name}_bias",), (bias,), always=True)
+    dropped = call.dropout > 0
+    with scratch:
+        ops.bias_dropout_add_layer_norm_bwd(
+            dx if dropped else None,
+            dresidual,
+            dbias,
+            dweight,
+            dnorm_bias,
+            floats(scratch, bias_dropout_add_layer_norm_workspace(*dy.shape)),
+            dy,
+            dsum,
+            getattr(saved, f"{name}_sum"),
+            getattr(saved, f"{name}_mean"),
+            getattr(saved, f"{name}_rstd"),
+            getattr(parameters, f"{name}_weight"),
+            call.seed,
+            call.rows,
+            call.dropout,
+            call.offset + site,
+            add,
+        )
+    return dx if dropped else dresidual
+
+
+def column_sums(
+    names: Sequence[Hashable], dy: Tensor, writer: GradientWriter, rows: Tensor, scratch: Workspace
+) -> None:
+    """Write the column sums of ``dy`` as the gradient of joined biases ``names``."""
+    (dbias,), add = writer.open(names)
+    if dbias is not None:
+        with scratch:
+            partial_sums = floats(scratch, bias_dropout_add_workspace(*dy.shape))
+            ops.bias_dropout_add_bwd(None, dbias, partial_sums, dy, None, rows, 0.0, 0, add)

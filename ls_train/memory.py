@@ -1,0 +1,165 @@
+"""Memory of the layers: the block a layer saves for its backward, the shared workspace, and a plan of both.
+
+Everything comes from torch's caching allocator. A layer call allocates its output and one saved block; all other
+intermediates live in the workspace of the device and stream it runs on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace, TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256
+"""Bytes to which every tensor inside a block or workspace is aligned (16 would do for vector loads)."""
+
+
+class Field(NamedTuple):
+    """One tensor of a saved block: (rows, columns) of the activation type, or of statistics type.
+
+    ``columns`` 0 means one number a row, shape (rows,).
+    """
+
+    name: str
+    columns: int
+    statistics: bool = False
+
+
+def round_size(size: int) -> int:
+    """Return ``size`` bytes rounded up by at most 1/16, so that batches of similar size ask for equal blocks."""
+    step = max(512, 1 << max(0, size.bit_length() - 5))
+    return -(-size // step) * step
+
+
+@dataclass(frozen=True)
+class SavedBlock:
+    """Layout of the one tensor a layer saves for its backward.
+
+    Attributes:
+        fields: the tensors in it.
+        rows: number of rows N of each.
+        dtype: type of activations; statistics are float32 (float64 for float64).
+    """
+
+    fields: tuple[Field, ...]
+    rows: int
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of the block."""
+        return round_size(sum(self._bytes(field) for field in self.fields))
+
+    def allocate(self, like: Tensor) -> Tensor:
+        """Return an uninitialised block, 1-D of the activation type, on the device of ``like``."""
+        return like.new_empty(self.size // self.dtype.itemsize)
+
+    def views(self, block: Tensor) -> SimpleNamespace:
+        """Return the tensors inside ``block`` as attributes named after the fields."""
+        statistics = self._statistics
+        base = {self.dtype: block, statistics: block.view(statistics)}
+        views, start = {}, 0
+        for field in self.fields:
+            dtype = statistics if field.statistics else self.dtype
+            shape, strides = (self.rows, field.columns), (field.columns, 1)
+            if field.columns == 0:
+                shape, strides = shape[:1], (1,)
+            offset = block.storage_offset() * self.dtype.itemsize + start
+            views[field.name] = base[dtype].as_strided(shape, strides, offset // dtype.itemsize)
+            start += self._bytes(field)
+        return SimpleNamespace(**views)
+
+    @property
+    def _statistics(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def _bytes(self, field: Field) -> int:
+        itemsize = (self._statistics if field.statistics else self.dtype).itemsize
+        return _aligned(self.rows * max(1, field.columns) * itemsize)
+
+
+class Workspace:
+    """Scratch memory that grows when a call needs more and never shrinks; used as a stack.
+
+    Use as a context manager: what was taken inside is given back at the end. Tensors from it must not outlive the
+    call that took them.
+
+    Attributes:
+        retain: keep outgrown storage alive. Set once a CUDA graph was captured, which goes on writing to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.retain = False
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device)
+        self._typed: dict[torch.dtype, Tensor] = {}
+        self._outgrown: list[Tensor] = []
+        self._used = 0
+        self._marks: list[int] = []
+
+    def __enter__(self) -> Workspace:
+        self._marks.append(self._used)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._used = self._marks.pop()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes held."""
+        return self._storage.numel()
+
+    def reserve(self, size: int) -> None:
+        """Grow to at least ``size`` bytes."""
+        if size <= self.capacity:
+            return
+        if self.retain:
+            self._outgrown.append(self._storage)
+        self._storage = torch.empty(round_size(size), dtype=torch.uint8, device=self._storage.device)
+        self._typed = {}
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised contiguous tensor; it is valid until the innermost ``with`` block ends."""
+        strides, count = [], 1
+        for size in reversed(shape):
+            strides.append(count)
+            count *= size
+        start = self._used
+        self._used = start + _aligned(count * dtype.itemsize)
+        self.reserve(self._used)
+        base = self._typed.get(dtype)
+        if base is None:
+            base = self._typed[dtype] = self._storage.view(dtype)
+        return base.as_strided(shape, strides[::-1], start // dtype.itemsize)
+
+
+_by_stream: dict[tuple[torch.device, int], Workspace] = {}
+_by_thread = threading.local()
+
+
+def workspace(like: Tensor) -> Workspace:
+    """Return the workspace of the device of ``like`` and its current stream (its current thread on a CPU).
+
+    Work of one stream is ordered, so that all layers, forward and backward, may share one.
+    """
+    device = like.device
+    if device.type == "cuda":
+        key, spaces = (device, torch.cuda.current_stream(device).cuda_stream), _by_stream
+    else:
+        key, spaces = device, _by_thread.__dict__
+    space = spaces.get(key)
+    if space is None:
+        space = spaces[key] = Workspace(device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        space.retain = True
+    return space
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
