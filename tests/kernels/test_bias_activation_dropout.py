@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ls_train.ops import bias_activation_dropout
+from ls_train.ops.bias_activation_dropout import ACTIVATIONS, bias_activation_dropout_workspace
+from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch
+from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run, seed_tensor
+from tests.kernels.test_dropout import kept
+
+NATIVE = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "swish": F.silu,
+}
+
+
+class TestLeaf(LeafContract):
+    def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
+        rows, columns = 13, 20
+        x, y, dy, dx = torch.randn(4, rows, columns, device=device).to(dtype)
+        bias, dbias = torch.randn(2, columns, device=device).to(dtype)
+        workspace = torch.empty(bias_activation_dropout_workspace(rows, columns), device=device)
+        site = {"seed": seed_tensor(3, device), "rows": None, "p": 0.3, "offset": 2}
+        no_dropout = site | {"seed": None, "p": 0.0}
+        calls = [call("bias_activation_dropout_fwd", y=y, x=x, bias=None, **no_dropout, activation="gelu")]
+        for activation in ACTIVATIONS:
+            forward = call("bias_activation_dropout_fwd", y=y.clone(), x=x, bias=bias, **site, activation=activation)
+            run(*forward)
+            backward = {
+                "dx": dx, "dbias": dbias, "workspace": workspace, "dy": dy, "bias": bias,
+                "saved": forward[1]["y"] if activation == "relu" else x, "activation": activation,
+                "accumulate": False,
+            }  # fmt: skip
+            calls += [forward, call("bias_activation_dropout_bwd", **backward, **site)]
+        without_bias = backward | {"bias": None, "dbias": None, "workspace": None}
+        calls.append(call("bias_activation_dropout_bwd", **without_bias, **no_dropout))
+        return calls
+
+
+@on_every_type
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("shape", ROW_SHAPES)
+def test_matches_torch(shape: tuple[int, int], p: float, activation: str, device: str, dtype: torch.dtype) -> None:
+    x = torch.randn(shape, device=device).to(dtype)
+    bias = torch.randn(shape[1], device=device).to(dtype)
+    seed = seed_tensor(11, device)
+    assert_matches_torch(
+        lambda x, b: bias_activation_dropout(x, b, activation, p, seed, 4),
+        lambda x, b: kept(NATIVE[activation](x + b), 11, 4, p),
+        (x, bias),
+    )
+
+
+@on_every_type
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_inputs(activation: str, device: str, dtype: torch.dtype) -> None:
+    """Values far outside the activation's curved part neither overflow nor become NaN."""
+    x = torch.tensor([[-1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 100.0, 1e4]], device=device).to(dtype)
+    assert_matches_torch(lambda x: bias_activation_dropout(x, None, activation), NATIVE[activation], (x,))
+
+
+@on_every_type
+def test_relu_backward_needs_no_random_numbers(device: str, dtype: torch.dtype) -> None:
+    x = torch.randn(13, 20, device=device).to(dtype)
+    y, dx, dy = torch.empty_like(x), torch.empty_like(x), torch.randn_like(x)
+    seed = seed_tensor(11, device)
+    torch.ops.ls_train.bias_activation_dropout_fwd(y, x, None, seed, None, 0.3, 4, "relu")
+    torch.ops.ls_train.bias_activation_dropout_bwd(dx, None, None, dy, y, None, seed + 1, None, 0.3, 4, "relu", False)
+    reference = kept(dy.double() * (x > 0), 11, 4, 0.3)
+    assert_accurate(dx, reference, dtype, reference.to(dtype))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck(activation: str) -> None:
+    x = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    seed = torch.tensor([3])
+    assert torch.autograd.gradcheck(lambda x, b: bias_activation_dropout(x, b, activation, 0.3, seed), (x, bias))
+
+
+def test_errors() -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match="activation = 'tanh' is unknown; use one of relu, gelu, gelu_tanh, swish"):
+        bias_activation_dropout(x, None, "tanh")
+    with pytest.raises(ValueError, match=r"bias_activation_dropout: argument bias has shape \(3,\); it needs \(4,\)"):
+        bias_activation_dropout(x, torch.randn(3))

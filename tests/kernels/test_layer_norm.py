@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ls_train.ops import layer_norm, layer_norm_residual
+from ls_train.ops._arguments import statistics_dtype
+from ls_train.ops.layer_norm import layer_norm_workspace
+from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch
+from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run
+
+
+class TestLeaf(LeafContract):
+    def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
+        rows, columns = 13, 24
+        x, dy, dresidual, y, dx = torch.randn(5, rows, columns, device=device).to(dtype)
+        weight, bias, dweight, dbias = torch.randn(4, columns, device=device).to(dtype)
+        mean, rstd = torch.empty(2, rows, dtype=statistics_dtype(dtype), device=device)
+        forward = call("layer_norm_fwd", y=y, mean=mean, rstd=rstd, x=x, weight=weight, bias=bias, rows=None, eps=1e-5)
+        run(*forward)
+        backward = call(
+            "layer_norm_bwd", dx=dx, dweight=dweight, dbias=dbias,
+            workspace=torch.empty(layer_norm_workspace(rows, columns), device=device), dy=dy, dresidual=dresidual,
+            x=x, mean=mean, rstd=rstd, weight=weight, rows=None, accumulate=False,
+        )  # fmt: skip
+        return [forward, backward, call(backward[0], **backward[1] | {"dresidual": None})]
+
+
+@on_every_type
+@pytest.mark.parametrize("shape", [shape for shape in ROW_SHAPES if shape[1] > 1])
+def test_matches_torch(shape: tuple[int, int], device: str, dtype: torch.dtype) -> None:
+    columns = shape[1]
+    x = torch.randn(shape, device=device).to(dtype)
+    weight, bias = torch.randn(2, columns, device=device).to(dtype)
+    assert_matches_torch(layer_norm, lambda x, w, b: F.layer_norm(x, (columns,), w, b), (x, weight, bias))
+
+
+@on_every_type
+def test_one_column(device: str, dtype: torch.dtype) -> None:
+    """A single column is its own mean: the result is the bias and no gradient reaches x."""
+    x = torch.randn(5, 1, device=device).to(dtype).requires_grad_()
+    weight, bias = torch.randn(2, 1, device=device).to(dtype)
+    y = layer_norm(x, weight, bias)
+    assert torch.equal(y, bias.expand(5, 1))
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert float(grad.abs().max()) < 1e-3
+
+
+@on_every_type
+def test_residual_gradient_joins(device: str, dtype: torch.dtype) -> None:
+    x = torch.randn(13, 40, device=device).to(dtype)
+    weight, bias = torch.randn(2, 40, device=device).to(dtype)
+    assert_matches_torch(layer_norm_residual, lambda x, w, b: (F.layer_norm(x, (40,), w, b), x * 1), (x, weight, bias))
+
+
+def test_only_one_output_used() -> None:
+    x, weight, bias = torch.randn(3, 4), torch.randn(4), torch.randn(4)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(layer_norm_residual(x, weight, bias)[1].sum(), x)
+    assert torch.equal(grad, torch.ones(3, 4))
+
+
+@on_every_type
+def test_large_mean(device: str, dtype: torch.dtype) -> None:
+    """The variance of rows far from zero survives: no E[x^2] - E[x]^2."""
+    x = (torch.randn(7, 512, device=device) + 2000).to(dtype)
+    weight, bias = torch.ones(512, device=device).to(dtype), torch.zeros(512, device=device).to(dtype)
+    reference = F.layer_norm(x.double(), (512,))
+    if dtype == torch.float32:
+        # The mean itself is rounded to float32: an error of half a unit of 2000 in every element.
+        assert float((layer_norm(x, weight, bias) - reference).abs().max()) < 1e-3
+    else:
+        assert_accurate(layer_norm(x, weight, bias), reference, dtype, F.layer_norm(x, (512,)))
+
+
+def test_gradcheck() -> None:
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(layer_norm_residual, (x, weight, bias))
+
+
+def test_errors() -> None:
+    x, weight = torch.randn(3, 4), torch.randn(4)
+    with pytest.raises(
+        TypeError, match=r"layer_norm: argument weight has dtype torch.float16; convert it to torch.float32"
+    ):
+        layer_norm(x, weight.half(), weight)
+    with pytest.raises(ValueError, match=r"argument bias has shape \(5,\); it needs \(4,\)"):
+        layer_norm(x, weight, torch.randn(5))
+    with pytest.raises(ValueError, match=r"argument x has strides \(1, 3\); call .contiguous\(\)"):
+        layer_norm(torch.randn(4, 3).t(), weight, weight)
+    with pytest.raises(ValueError, match="argument weight is on meta but x is on cpu; move both to one device"):
+        layer_norm(x, weight.to("meta"), weight)
+    with pytest.raises(TypeError, match="argument x has dtype torch.int64; use float32"):
+        layer_norm(x.long(), weight, weight)
