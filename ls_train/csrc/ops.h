@@ -105,7 +105,7 @@ cudaError_t cross_entropy_inplace(const TensorRef& logits, const TensorRef& loss
 
 // norm, found_inf: (1,) float; grad: (n,) T; segments: (S + 1,) int64; active: (S,) uint8; workspace: at least
 // 2 * kMaxNormBlocks floats
-constexpr int kMaxNormBlocks = 1056;
+constexpr int kMaxNormBlocks = 1024;
 cudaError_t grad_norm(const TensorRef& norm, const TensorRef& found_inf, const TensorRef& workspace,
                       const TensorRef& grad, const TensorRef& segments, const TensorRef& active, cudaStream_t stream);
 // segment_step: (S,) int64; update: (2,) int64; grad_scale, norm, found_inf, multiplier: (1,) float

@@ -40,7 +40,10 @@ __device__ __forceinline__ int linear_thread() { return static_cast<int>(threadI
 // Tiles
 
 constexpr int kTileThreads = 256;
-constexpr int kTileRows = 4;  // rows a thread loads before it uses the first: bytes in flight
+constexpr int kTileRows = 4;    // rows a thread loads before it uses the first: bytes in flight
+constexpr int kTileBlocks = 3;  // blocks a multiprocessor must hold: bounds the registers
+
+constexpr int kAnyRowBlocks = 65535;  // what a grid can have
 
 struct Tiles {
   dim3 block;  // (pack columns, rows)

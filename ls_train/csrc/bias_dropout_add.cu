@@ -1,0 +1,83 @@
+// y = residual + dropout(x + bias); dx = mask * scale * dy, dbias = column sum of dx.
+//
+// bias_dropout_add_bwd_kernel: tiles of row_kernels.cuh with at most 264 row blocks, the column sums in registers.
+// Reads dy
+//   once, writes dx once: 2 * N * C * sizeof(T) bytes (1 without dropout, where dx is dy itself and not written).
+#include "bias_dropout_add.cuh"
+
+namespace ls_train {
+namespace {
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
+    bias_dropout_add_bwd_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
+                                const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout) {
+  __shared__ float scratch[kTileThreads * kWidth];
+  const TileWalk walk = tile_walk<kWidth>();
+  const int64_t used = used_rows(rows, n);
+  const DropoutKey key = dropout_key(dropout);
+  float dbias[1][kWidth] = {};
+  for (int64_t first = walk.first; walk.column < columns && first < n; first += walk.step * kTileRows) {
+    Pack<T, kWidth> values[kTileRows];
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r) {
+      const int64_t row = first + r * walk.step;
+      values[r] = row < used ? load_streaming<kWidth>(dy + row * columns + walk.column) : zero_pack<T, kWidth>();
+    }
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r) {
+      const int64_t row = first + r * walk.step;
+      if (row >= n) break;
+      keep_packed(values[r]);
+      float d[kWidth];
+      unpack(values[r], d);
+      drop(d, key, row, walk.column);
+      if (dx != nullptr) store(dx + row * columns + walk.column, pack_floats<T>(d));
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
+    }
+  }
+  write_partial(workspace + static_cast<int64_t>(blockIdx.y) * columns, dbias,
+                static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, scratch);
+}
+
+}  // namespace
+
+cudaError_t bias_dropout_add_fwd(const TensorRef& y, const TensorRef& x, const TensorRef& bias,
+                                 const TensorRef& residual, const TensorRef& seed, const TensorRef& rows, double p,
+                                 int64_t offset, cudaStream_t stream) {
+  return launch_bias_dropout_add_fwd(y, x, bias, residual, rows, make_dropout(seed, p, offset), stream);
+}
+
+cudaError_t bias_dropout_add_bwd(const TensorRef& dx, const TensorRef& dbias, const TensorRef& workspace,
+                                 const TensorRef& dy, const TensorRef& seed, const TensorRef& rows, double p,
+                                 int64_t offset, bool accumulate, cudaStream_t stream) {
+  const Dropout dropout = make_dropout(seed, p, offset);
+  if (!dbias) {
+    const TensorRef none;
+    return dx ? launch_bias_dropout_add_fwd(dx, dy, none, none, rows, dropout, stream) : cudaSuccess;
+  }
+  const int64_t n = dy.sizes[0];
+  const int columns = static_cast<int>(dy.sizes[1]);
+  int row_blocks = 0;
+  if (n > 0 && columns > 0) {
+    const cudaError_t error = dispatch_type(dy.dtype, [&](auto type) {
+      using T = typename decltype(type)::type;
+      const auto launch = [&](auto kernel, int width) {
+        const Tiles t = tiles(n, columns, width, kMaxRowBlocks);
+        row_blocks = static_cast<int>(t.grid.y);
+        kernel<<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(), rows.as<int32_t>(), n,
+                                               columns, dropout);
+        return cudaGetLastError();
+      };
+      return packs_fit<T>(columns, dx.data, dy.data)
+                 ? launch(bias_dropout_add_bwd_kernel<T, kPackWidth<T>>, kPackWidth<T>)
+                 : launch(bias_dropout_add_bwd_kernel<T, 1>, 1);
+    });
+    if (error != cudaSuccess) return error;
+  }
+  return finish_column_sums({{dbias.data}, 1}, dbias.dtype, workspace.as<float>(), row_blocks, columns, accumulate,
+                            stream);
+}
+
+}  // namespace ls_train
