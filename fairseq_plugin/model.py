@@ -1,0 +1,148 @@
+"""Architectures ``ls_transformer*``: fairseq's transformer on the fused layers.
+
+Options, defaults, parameter names, shapes and initial weights are those of fairseq's ``transformer``; checkpoints of
+either load into the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import TransformerConfig, TransformerModel, transformer_legacy
+from torch import Tensor, nn
+
+from fairseq_plugin import packed
+from fairseq_plugin.decoder import LSTransformerDecoder
+from fairseq_plugin.encoder import LSTransformerEncoder
+from fairseq_plugin.model_options import decoder_reasons, encoder_reasons
+from ls_train.packing import Packing
+
+logger = logging.getLogger(__name__)
+
+
+@register_model("ls_transformer")
+class LSTransformerModel(TransformerModel):
+    """fairseq's transformer with the fused encoder and decoder layers.
+
+    Called as fairseq's models are, it returns what they return. A criterion that can work on packed rows passes
+    ``packed_features=True``, see :meth:`forward`.
+    """
+
+    @classmethod
+    def hub_models(cls) -> dict[str, Any]:
+        """Return no models: those of fairseq's hub load as ``transformer``."""
+        return {}
+
+    @classmethod
+    def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: nn.Embedding) -> nn.Module:
+        """Return the fused encoder, or fairseq's own where an option asks for it."""
+        cfg = TransformerConfig.from_namespace(args)
+        if _is_reference("encoder", encoder_reasons(cfg)):
+            return super().build_encoder(cfg, src_dict, embed_tokens)
+        return LSTransformerEncoder(cfg, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: nn.Embedding) -> nn.Module:
+        """Return the fused decoder, or fairseq's own where an option asks for it."""
+        cfg = TransformerConfig.from_namespace(args)
+        if _is_reference("decoder", decoder_reasons(cfg)):
+            return super().build_decoder(cfg, tgt_dict, embed_tokens)
+        return LSTransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+
+    @property
+    def supports_packed_features(self) -> bool:
+        """Whether ``packed_features=True`` works: the decoder is fused and its output is a projection."""
+        return isinstance(self.decoder, LSTransformerDecoder) and self.decoder.adaptive_softmax is None
+
+    def forward(
+        self,
+        src_tokens: Tensor,
+        src_lengths: Tensor | None,
+        prev_output_tokens: Tensor,
+        return_all_hiddens: bool = False,
+        features_only: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+        packed_features: bool = False,
+    ) -> tuple[Tensor, dict[str, list[Any]]] | tuple[Tensor, Packing, Tensor]:
+        """Run encoder and decoder.
+
+        Args:
+            src_tokens: int64 (B, S), padded left or right.
+            src_lengths: not needed, the padding tells.
+            prev_output_tokens: int64 (B, T), the target shifted by one.
+            return_all_hiddens: also return every layer's output (``inner_states``).
+            features_only: return the decoder's features instead of logits.
+            alignment_layer: also return the attention of this decoder layer to the source.
+            alignment_heads: average only that many heads of it.
+            packed_features: return packed features, their packing and the output weight instead.
+
+        Returns:
+            (logits (B, T, V), {"attn": [(B, T, S) or None], "inner_states": [T x B x C, ...]}), or with
+            ``packed_features`` (features (N, C), :class:`~ls_train.packing.Packing` of the target, weight (V, C)).
+
+        Raises:
+            ValueError: packed features were asked of a model that does not have them.
+        """
+        if packed_features and not self.supports_packed_features:
+            raise ValueError(
+                "packed_features needs the fused decoder and a plain output projection; check supports_packed_features"
+            )
+        if self._is_fused and alignment_layer is None and not return_all_hiddens and not self._needs_attention:
+            seed = packed.draw_seed(self.encoder)
+            source, target = packed.packings(self.decoder.padding_idx, src_tokens, prev_output_tokens)
+            memory = self.encoder.forward_packed(src_tokens, source, seed)
+            features = self.decoder.forward_packed(prev_output_tokens, target, memory, source, seed)
+            if packed_features:
+                return features, target, self.decoder.output_projection.weight
+            x, extra = target.unpack(features), {"attn": [None], "inner_states": []}
+            return x if features_only else self.decoder.output_layer(x), extra
+        encoder_out = self.encoder(src_tokens, src_lengths=src_lengths, return_all_hiddens=return_all_hiddens)
+        features, extra = self.decoder(
+            prev_output_tokens,
+            encoder_out=encoder_out,
+            features_only=features_only or packed_features,
+            alignment_layer=alignment_layer,
+            alignment_heads=alignment_heads,
+            src_lengths=src_lengths,
+            return_all_hiddens=return_all_hiddens,
+        )
+        if packed_features:
+            target = packed.packings(self.decoder.padding_idx, prev_output_tokens)[0]
+            return target.pack(features), target, self.decoder.output_projection.weight
+        return features, extra
+
+    @property
+    def _is_fused(self) -> bool:
+        return isinstance(self.encoder, LSTransformerEncoder) and isinstance(self.decoder, LSTransformerDecoder)
+
+    @property
+    def _needs_attention(self) -> bool:
+        return self.decoder.need_attn and not self.training
+
+
+def _is_reference(side: str, reasons: list[str]) -> bool:
+    """Return whether ``side`` is built of fairseq's modules, and say why in one line."""
+    if reasons:
+        logger.info(f"ls_transformer: the {side} runs on fairseq's own layers because of {', '.join(reasons)}")
+    return bool(reasons)
+
+
+def _register_architectures() -> None:
+    """Register every architecture under fairseq's name with ``ls_`` before it, with fairseq's defaults."""
+    for name, defaults in {
+        "ls_transformer": transformer_legacy.base_architecture,
+        "ls_transformer_tiny": transformer_legacy.tiny_architecture,
+        "ls_transformer_iwslt_de_en": transformer_legacy.transformer_iwslt_de_en,
+        "ls_transformer_wmt_en_de": transformer_legacy.transformer_wmt_en_de,
+        "ls_transformer_vaswani_wmt_en_de_big": transformer_legacy.transformer_vaswani_wmt_en_de_big,
+        "ls_transformer_vaswani_wmt_en_fr_big": transformer_legacy.transformer_vaswani_wmt_en_fr_big,
+        "ls_transformer_wmt_en_de_big": transformer_legacy.transformer_wmt_en_de_big,
+        "ls_transformer_wmt_en_de_big_t2t": transformer_legacy.transformer_wmt_en_de_big_t2t,
+    }.items():
+        register_model_architecture("ls_transformer", name)(defaults)
+
+
+_register_architectures()

@@ -1,0 +1,58 @@
+"""Which of fairseq's transformer options run on the fused layers.
+
+An option that they do not cover is honoured through the reference path: fairseq's own modules for the whole encoder or
+decoder, with one logged line that names the option. Options that neither path can serve are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+"""fairseq's activation functions that the layers compute, with the layers' names."""
+
+
+def encoder_reasons(cfg: Any) -> list[str]:
+    """Return the options in ``cfg`` (fairseq's TransformerConfig) for which the encoder is fairseq's own."""
+    return _shared_reasons(cfg) + _attention_reasons("encoder", cfg.encoder)
+
+
+def decoder_reasons(cfg: Any) -> list[str]:
+    """Return the options in ``cfg`` (fairseq's TransformerConfig) for which the decoder is fairseq's own."""
+    reasons = _shared_reasons(cfg) + _attention_reasons("decoder", cfg.decoder)
+    if cfg.cross_self_attention:
+        reasons.append("--cross-self-attention")
+    if cfg.base_layers:
+        reasons.append("--base-layers")
+    for size in ("input_dim", "output_dim"):
+        if int(getattr(cfg.decoder, size)) != cfg.decoder.embed_dim:
+            reasons.append(f"--decoder-{size.replace('_', '-')} other than --decoder-embed-dim")
+    if cfg.__dict__.get("criterion") == "label_smoothed_cross_entropy_with_alignment":
+        reasons.append("--criterion label_smoothed_cross_entropy_with_alignment")
+    # NormFormer scaling; fairseq reads these from the options although the transformer's parser has none of them.
+    reasons += [name for name in ("scale_attn", "scale_heads", "scale_fc", "scale_resids") if cfg.__dict__.get(name)]
+    return reasons
+
+
+def _shared_reasons(cfg: Any) -> list[str]:
+    reasons = []
+    if cfg.activation_fn not in ACTIVATIONS:
+        reasons.append(f"--activation-fn {cfg.activation_fn}")
+    if cfg.quant_noise.pq > 0:
+        reasons.append("--quant-noise-pq")
+    if cfg.quant_noise.scalar > 0:
+        reasons.append("--quant-noise-scalar")
+    if cfg.offload_activations:
+        reasons.append("--offload-activations")
+    if cfg.__dict__.get("ddp_backend") == "fully_sharded":
+        reasons.append("--ddp-backend fully_sharded")
+    return reasons
+
+
+def _attention_reasons(side: str, cfg: Any) -> list[str]:
+    return [f"--{side}-xformers-att-config"] if cfg.xformers_att_config else []
+
+
+def activation_dropout(cfg: Any) -> float:
+    """Return the dropout after activations; ``--relu-dropout`` of old checkpoints stands in for it."""
+    return float(cfg.activation_dropout or cfg.relu_dropout or 0.0)

@@ -1,0 +1,377 @@
+"""The architectures against fairseq's own: initial weights, outputs, gradients, positions, options, checkpoints."""
+
+import argparse
+import copy
+import logging
+
+import pytest
+import torch
+
+fairseq = pytest.importorskip("fairseq")
+
+from fairseq import models  # noqa: E402
+from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss  # noqa: E402
+from fairseq.data import Dictionary  # noqa: E402
+
+import fairseq_plugin  # noqa: E402, F401
+from ls_train.packing import Packing  # noqa: E402
+
+ARCHS = (
+    "transformer",
+    "transformer_tiny",
+    "transformer_iwslt_de_en",
+    "transformer_wmt_en_de",
+    "transformer_vaswani_wmt_en_de_big",
+    "transformer_vaswani_wmt_en_fr_big",
+    "transformer_wmt_en_de_big",
+    "transformer_wmt_en_de_big_t2t",
+)
+TINY = {
+    "encoder_embed_dim": 32,
+    "encoder_ffn_embed_dim": 48,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_layers": 3,
+    "decoder_attention_heads": 4,
+    "dropout": 0.0,
+}
+VARIANTS = {
+    "post-norm": {},
+    "pre-norm": {"encoder_normalize_before": True, "decoder_normalize_before": True},
+    "tied": {"share_all_embeddings": True},
+    "tied output": {"share_decoder_input_output_embed": True},
+    "learned positions": {"encoder_learned_pos": True, "decoder_learned_pos": True},
+    "no positions": {"no_token_positional_embeddings": True, "no_scale_embedding": True},
+    "embedding norm": {"layernorm_embedding": True},
+    "gelu": {"activation_fn": "gelu"},
+    "tanh gelu": {"activation_fn": "gelu_accurate"},
+    "narrow decoder": {"decoder_embed_dim": 16, "decoder_output_dim": 16, "decoder_input_dim": 16},
+    "checkpointed": {"checkpoint_activations": True},
+    "long": {"max_source_positions": 5, "max_target_positions": 5},
+}
+
+
+class Task:
+    """As much of a translation task as building a model needs."""
+
+    def __init__(self, source: Dictionary, target: Dictionary):
+        self.source_dictionary, self.target_dictionary = source, target
+
+
+def dictionary(size: int) -> Dictionary:
+    words = Dictionary()
+    for number in range(size - len(words)):
+        words.add_symbol(f"w{number}")
+    return words
+
+
+def build(arch: str, seed: int = 5, words: int = 23, **options) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    source = dictionary(words)
+    target = source if options.get("share_all_embeddings") else dictionary(words + 6)
+    return models.build_model(argparse.Namespace(arch=arch, **{**TINY, **options}), Task(source, target))
+
+
+def pair(**options) -> tuple[torch.nn.Module, torch.nn.Module]:
+    return build("ls_transformer", **options), build("transformer", **options)
+
+
+def batch(left_pad_source: bool = True, sizes=((7, 5), (3, 6), (1, 1), (4, 2))) -> dict[str, torch.Tensor]:
+    """Sentence pairs of the given lengths; the target is right-padded, prev_output_tokens starts with eos."""
+    generator = torch.Generator().manual_seed(1)
+    longest = [max(column) for column in zip(*sizes)]
+    source = torch.ones(len(sizes), longest[0], dtype=torch.int64)
+    previous, target = (torch.ones(len(sizes), longest[1], dtype=torch.int64) for _ in range(2))
+    for row, (s, t) in enumerate(sizes):
+        words = torch.randint(4, 23, (s + t,), generator=generator)
+        source[row, longest[0] - s :] if left_pad_source else source[row, :s]
+        start = longest[0] - s if left_pad_source else 0
+        source[row, start : start + s] = words[:s]
+        target[row, :t] = words[s:]
+        previous[row, 0] = 2
+        previous[row, 1:t] = words[s:-1]
+    lengths = torch.tensor([s for s, _ in sizes])
+    net_input = {"src_tokens": source, "src_lengths": lengths, "prev_output_tokens": previous}
+    return {"net_input": net_input, "target": target}
+
+
+def loss_of(model: torch.nn.Module, sample: dict) -> torch.Tensor:
+    lprobs = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True)
+    return label_smoothed_nll_loss(lprobs, sample["target"].unsqueeze(-1), 0.1, ignore_index=1)[0]
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_defaults_are_fairseqs(arch):
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+
+    configs = []
+    for name in (arch, f"ls_{arch}"):
+        args = argparse.Namespace()
+        ARCH_CONFIG_REGISTRY[name](args)
+        configs.append(vars(args))
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("left_pad_source", [True, False], ids=["left-padded", "right-padded"])
+def test_equals_fairseq(options, left_pad_source):
+    """Same seed, same weights; then the same logits, loss and gradients."""
+    ours, theirs = pair(**options)
+    state, reference = ours.state_dict(), theirs.state_dict()
+    assert list(state) == list(reference)
+    assert all(torch.equal(state[name], reference[name]) for name in reference)
+
+    sample = batch(left_pad_source)
+    real = sample["target"] != 1
+    for model in (ours, theirs):
+        model.train()
+    logits, expected = (model(**sample["net_input"])[0] for model in (ours, theirs))
+    assert logits.shape == expected.shape
+    torch.testing.assert_close(logits[real], expected[real], rtol=1e-5, atol=1e-5)
+
+    for model in (ours, theirs):
+        loss_of(model, sample).backward()
+    ours_grad, theirs_grad = gradients(ours), gradients(theirs)
+    whole = torch.cat([grad.flatten() for grad in theirs_grad.values()]).norm()
+    for name, grad in theirs_grad.items():
+        assert (ours_grad[name] - grad).norm() <= 1e-4 * whole, name
+
+
+@pytest.mark.parametrize("options", [VARIANTS["post-norm"], VARIANTS["tied"]], ids=["untied", "tied"])
+def test_packed_features(options):
+    """The packed path gives the rows of the padded one and the output weight."""
+    model, _ = pair(**options)
+    sample = batch()
+    assert model.supports_packed_features
+    features, packing, weight = model(**sample["net_input"], packed_features=True)
+    assert isinstance(packing, Packing)
+    assert features.shape == (int((sample["target"] != 1).sum()), 32)
+    assert weight is model.decoder.output_projection.weight
+    logits = model(**sample["net_input"])[0]
+    torch.testing.assert_close(features @ weight.t(), logits[sample["target"] != 1])
+
+
+def test_dropout_is_repeatable_and_ends_in_evaluation():
+    model = build("ls_transformer", dropout=0.3, attention_dropout=0.2, activation_dropout=0.1)
+    sample = batch()["net_input"]
+
+    def run(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model(**sample)[0]
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+    model.eval()
+    assert torch.equal(run(1), run(2))
+
+
+@pytest.mark.parametrize("options", [{"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}], ids=["layerdrop"])
+def test_layerdrop_drops_the_same_layers(options):
+    ours, theirs = pair(**options)
+    sample = batch()
+    for seed in range(4):
+        results = []
+        for model in (ours, theirs):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            loss_of(model, sample).backward()
+            results.append({name for name, grad in gradients(model).items() if grad is not None and grad.any()})
+        assert {name for name in results[0] if "k_proj.bias" not in name} == {
+            name for name in results[1] if "k_proj.bias" not in name
+        }
+
+
+def test_checkpointed_layers_drop_the_same_elements():
+    results = []
+    for checkpointed in (False, True):
+        model = build("ls_transformer", dropout=0.3, checkpoint_activations=checkpointed)
+        torch.manual_seed(3)
+        loss_of(model, batch()).backward()
+        results.append(gradients(model))
+    for name, grad in results[0].items():
+        assert torch.equal(grad, results[1][name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    ours, theirs = pair(dropout=0.1)
+    ours, theirs = ours.to(dtype), theirs.to(dtype)
+    sample = batch()
+    assert ours(**sample["net_input"])[0].dtype == dtype
+    loss_of(ours, sample).backward()
+    assert all(grad.dtype == dtype and grad.isfinite().all() for grad in gradients(ours).values())
+    ours.eval(), theirs.eval()
+    difference = (ours(**sample["net_input"])[0] - theirs(**sample["net_input"])[0]).float()
+    assert difference[sample["target"] != 1].abs().max() < 0.05
+
+
+@pytest.mark.parametrize("alignment", [{}, {"alignment_layer": 1}, {"alignment_layer": 0, "alignment_heads": 2}])
+@pytest.mark.parametrize("options", [VARIANTS["post-norm"], VARIANTS["pre-norm"]], ids=["post-norm", "pre-norm"])
+def test_attention_on_request(options, alignment):
+    ours, theirs = (model.eval() for model in pair(**options))
+    ours.make_generation_fast_(need_attn=True)
+    sample = batch()
+    with torch.no_grad():
+        weights, expected = (model(**sample["net_input"], **alignment)[1]["attn"][0] for model in (ours, theirs))
+    real = sample["target"] != 1
+    torch.testing.assert_close(weights[real], expected[real], rtol=1e-5, atol=1e-6)
+
+
+def test_no_attention_unless_asked():
+    model = build("ls_transformer").eval()
+    assert model(**batch()["net_input"])[1]["attn"] == [None]
+
+
+def test_inner_states_on_request():
+    ours, theirs = (model.eval() for model in pair())
+    sample = batch()
+    with torch.no_grad():
+        states, expected = (
+            model(**sample["net_input"], return_all_hiddens=True)[1]["inner_states"] for model in (ours, theirs)
+        )
+    real = (sample["target"] != 1).t()
+    assert len(states) == len(expected) == 4
+    for state, reference in zip(states, expected):
+        torch.testing.assert_close(state[real], reference[real], rtol=1e-5, atol=1e-5)
+
+
+def test_encoder_dictionary():
+    ours, theirs = (model.eval() for model in pair(encoder_normalize_before=True))
+    tokens = batch()["net_input"]["src_tokens"]
+    with torch.no_grad():
+        out, expected = (model.encoder(tokens, return_all_hiddens=True) for model in (ours, theirs))
+    real = (tokens != 1).t()
+    assert out.keys() == expected.keys()
+    torch.testing.assert_close(out["encoder_out"][0][real], expected["encoder_out"][0][real], rtol=1e-5, atol=1e-5)
+    assert torch.equal(out["encoder_padding_mask"][0], expected["encoder_padding_mask"][0])
+    assert torch.equal(out["src_lengths"][0], expected["src_lengths"][0])
+    order = torch.tensor([2, 0, 0])
+    reordered = ours.encoder.reorder_encoder_out(out, order)
+    assert torch.equal(reordered["encoder_out"][0], out["encoder_out"][0][:, order])
+    assert len(out["encoder_states"]) == 3
+
+
+def test_precomputed_embeddings():
+    ours, theirs = (model.eval() for model in pair(layernorm_embedding=True))
+    tokens = batch()["net_input"]["src_tokens"]
+    embeddings = torch.randn(*tokens.shape, 32, generator=torch.Generator().manual_seed(2))
+    out, expected = (model.encoder(tokens, token_embeddings=embeddings)["encoder_out"][0] for model in (ours, theirs))
+    real = (tokens != 1).t()
+    torch.testing.assert_close(out[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
+class TestShapes:
+    """Batches that come up at the edges of an epoch."""
+
+    @pytest.mark.parametrize("sizes", [((1, 1),), ((5, 1),), ((2, 3), (2, 3))])
+    def test_small_and_unpadded(self, sizes):
+        ours, theirs = pair()
+        sample = batch(sizes=sizes)
+        torch.testing.assert_close(loss_of(ours, sample), loss_of(theirs, sample), rtol=1e-5, atol=1e-5)
+
+    def test_row_of_padding(self):
+        model = build("ls_transformer")
+        sample = batch()
+        for tokens in (sample["net_input"]["src_tokens"], sample["net_input"]["prev_output_tokens"], sample["target"]):
+            tokens[1] = 1
+        loss_of(model, sample).backward()
+        assert all(grad.isfinite().all() for grad in gradients(model).values())
+
+    def test_longer_than_learned_positions(self):
+        model = build("ls_transformer", encoder_learned_pos=True, max_source_positions=4)
+        with pytest.raises(ValueError, match="7 tokens is longer than the 4 learned positions"):
+            model(**batch()["net_input"])
+
+
+class TestReferencePath:
+    """Options the fused layers do not cover: fairseq's modules, one line in the log."""
+
+    @pytest.mark.parametrize(
+        "options, sides",
+        [
+            ({"activation_fn": "tanh"}, "encoder decoder"),
+            ({"quant_noise_pq": 0.1}, "encoder decoder"),
+            ({"offload_activations": True}, "encoder decoder"),
+            ({"cross_self_attention": True}, "decoder"),
+            ({"decoder_input_dim": 16}, "decoder"),
+        ],
+    )
+    def test_is_fairseqs_and_logged(self, options, sides, caplog):
+        with caplog.at_level(logging.INFO):
+            ours, theirs = pair(**options)
+        lines = [line for line in caplog.messages if line.startswith("ls_transformer:")]
+        option = "--" + next(iter(options)).replace("_", "-")
+        assert [line.split()[2] for line in lines] == sides.split()
+        assert all(option in line for line in lines)
+        assert ours.supports_packed_features == ("decoder" not in sides)
+        if not options.get("quant_noise_pq"):
+            sample = batch()
+            torch.testing.assert_close(loss_of(ours, sample), loss_of(theirs, sample), rtol=1e-5, atol=1e-5)
+
+    def test_packed_features_with_fairseqs_encoder(self):
+        mixed, whole = build("ls_transformer"), build("ls_transformer")
+        mixed.encoder = build("transformer").encoder
+        sample = batch()["net_input"]
+        expected, _, _ = whole(**sample, packed_features=True)
+        torch.testing.assert_close(mixed(**sample, packed_features=True)[0], expected, rtol=1e-5, atol=1e-5)
+
+    def test_refuses_packed_features_it_does_not_have(self):
+        model = build("ls_transformer", cross_self_attention=True)
+        with pytest.raises(ValueError, match="supports_packed_features"):
+            model(**batch()["net_input"], packed_features=True)
+
+    def test_defaults_log_nothing(self, caplog):
+        with caplog.at_level(logging.INFO):
+            for arch in ("ls_transformer_tiny", "ls_transformer_iwslt_de_en"):
+                torch.manual_seed(1)
+                words = dictionary(20)
+                models.build_model(argparse.Namespace(arch=arch), Task(words, words))
+        assert "ls_transformer:" not in caplog.text
+
+
+class TestCheckpoints:
+    def test_both_ways(self):
+        ours, theirs = build("ls_transformer", seed=1), build("transformer", seed=2)
+        sample = batch()
+        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        torch.testing.assert_close(loss_of(ours, sample), loss_of(theirs, sample), rtol=1e-5, atol=1e-5)
+        again = build("transformer", seed=3, encoder_normalize_before=True, decoder_normalize_before=True)
+        own = build("ls_transformer", seed=4, encoder_normalize_before=True, decoder_normalize_before=True)
+        again.load_state_dict(copy.deepcopy(own.state_dict()))
+        torch.testing.assert_close(loss_of(own, sample), loss_of(again, sample), rtol=1e-5, atol=1e-5)
+        assert own.state_dict()["encoder.version"].item() == own.state_dict()["decoder.version"].item() == 3
+
+    def test_old_names(self):
+        """Joint in_proj weights, numbered layer norms, embed_out and position buffers of early versions load."""
+        model, other = build("ls_transformer", seed=1), build("ls_transformer", seed=2)
+        state = copy.deepcopy(model.state_dict())
+        for side, numbers in (("encoder", ("self_attn", "final")), ("decoder", ("self_attn", "encoder_attn", "final"))):
+            for layer in range(len(getattr(model, side).layers)):
+                prefix = f"{side}.layers.{layer}."
+                for number, norm in enumerate(numbers):
+                    for kind in ("weight", "bias"):
+                        state[f"{prefix}layer_norms.{number}.{kind}"] = state.pop(f"{prefix}{norm}_layer_norm.{kind}")
+                for kind in ("weight", "bias"):
+                    parts = [state.pop(f"{prefix}self_attn.{letter}_proj.{kind}") for letter in "qkv"]
+                    state[f"{prefix}self_attn.in_proj_{kind}"] = torch.cat(parts)
+            state[f"{side}.embed_positions._float_tensor"] = torch.zeros(1)
+        state["decoder.embed_out"] = state.pop("decoder.output_projection.weight")
+        other.load_state_dict(state)
+        sample = batch()
+        assert torch.equal(loss_of(other, sample), loss_of(model, sample))
+
+    def test_deepcopy(self):
+        model = build("ls_transformer", share_all_embeddings=True)
+        twin = copy.deepcopy(model)
+        sample = batch()
+        assert torch.equal(loss_of(model, sample), loss_of(twin, sample))
+        loss_of(twin, sample).backward()
+        assert all(grad is None for grad in gradients(model).values())

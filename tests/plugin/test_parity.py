@@ -1,0 +1,121 @@
+"""Plain fairseq and the plugin from one command line: the same losses, the same translations.
+
+Both sides run with the same seed and flags, dropout 0, one thread. Only the registered names differ.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fairseq_plugin import cli
+
+OURS = {"arch": "ls_transformer_tiny", "criterion": "ls_label_smoothed_cross_entropy", "optimizer": "ls_adam"}
+FAIRSEQS = {"arch": "transformer_tiny", "criterion": "label_smoothed_cross_entropy", "optimizer": "adam"}
+UPDATES = 50
+
+
+def command(data_bin: Path, save_dir: Path, names: dict[str, str], *extra: object) -> list[object]:
+    return [
+        *(data_bin, "--cpu", "--seed", 3, "--dropout", 0, "--max-tokens", 300, "--save-dir", save_dir),
+        *(value for key, name in names.items() for value in (f"--{key}", name)),
+        *("--share-all-embeddings", "--label-smoothing", 0.1, "--adam-betas", "(0.9, 0.98)", "--lr", 2e-3),
+        *("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 20, "--weight-decay", 1e-4, "--num-workers", 0),
+        *("--log-format", "json", "--log-interval", 1, "--no-epoch-checkpoints"),
+        *extra,
+    ]
+
+
+def losses(log: str, tag: str = "train_inner") -> list[float]:
+    lines = re.findall(rf"\| {tag} \| (\{{.*\}})", log)
+    return [float(json.loads(line)["loss" if tag == "train_inner" else f"{tag}_loss"]) for line in lines]
+
+
+def close(ours: list[float], fairseqs: list[float], tolerance: float = 1e-4) -> bool:
+    return len(ours) == len(fairseqs) and all(abs(a - b) <= tolerance * abs(b) for a, b in zip(ours, fairseqs))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, run_cli, plain, data_bin):
+    """50 updates of each side; the smoothed log values have three digits, so losses are also read from the meters."""
+    folder = tmp_path_factory.mktemp("parity")
+    extra = ["--update-freq", 2, "--clip-norm", 1, "--max-update", UPDATES, "--encoder-normalize-before"]
+    jobs = {}
+    for side, main, names in (("ours", cli.train, OURS), ("fairseqs", plain["train"], FAIRSEQS)):
+        save_dir = folder / side
+        jobs[side] = run_cli.start(_precise(main), *command(data_bin, save_dir, names, *extra), cwd=folder)
+    return folder, {side: job.wait(150).check() for side, job in jobs.items()}
+
+
+def _precise(main):
+    """Run ``main`` with progress lines of full precision instead of three digits."""
+
+    def run():
+        from fairseq.logging import metrics
+
+        rounded = metrics.log_scalar
+        metrics.log_scalar = lambda key, value, weight=1, priority=10, round=None: rounded(key, value, weight, priority)
+        return main()
+
+    return run
+
+
+def test_fifty_updates(runs):
+    _, results = runs
+    ours, fairseqs = losses(results["ours"].out), losses(results["fairseqs"].out)
+    assert len(fairseqs) == UPDATES
+    assert fairseqs[-1] < fairseqs[0] - 1
+    worst = max(abs(a - b) / b for a, b in zip(ours, fairseqs))
+    assert close(ours, fairseqs), f"largest relative difference {worst}"
+    assert close(losses(results["ours"].out, "valid"), losses(results["fairseqs"].out, "valid"))
+    assert "model: LSTransformerModel" in results["ours"].out
+    assert "model: TransformerModel" in results["fairseqs"].out
+
+
+@pytest.mark.parametrize("arch", [OURS["arch"], FAIRSEQS["arch"]])
+@pytest.mark.parametrize("criterion", [OURS["criterion"], FAIRSEQS["criterion"]])
+@pytest.mark.parametrize("optimizer", [OURS["optimizer"], FAIRSEQS["optimizer"]])
+def test_any_mix(runs, run_cli, data_bin, tmp_path, arch, criterion, optimizer):
+    """Each of the 2 x 2 x 2 combinations gives the first five losses of plain fairseq."""
+    _, results = runs
+    names = {"arch": arch, "criterion": criterion, "optimizer": optimizer}
+    extra = ["--update-freq", 2, "--clip-norm", 1, "--max-update", 5, "--encoder-normalize-before", "--no-save"]
+    result = run_cli(_precise(cli.train), *command(data_bin, tmp_path, names, *extra), "--disable-validation").check()
+    assert close(losses(result.out), losses(results["fairseqs"].out)[:5])
+
+
+def hypotheses(log: str) -> dict[int, tuple[float, str]]:
+    found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", log, re.MULTILINE)
+    return {int(number): (float(score), text) for number, score, text in found}
+
+
+@pytest.mark.parametrize("extra", [[], ["--left-pad-source"], ["--prefix-size", 2]])
+def test_beam_five(runs, run_cli, plain, data_bin, extra):
+    """fairseq-generate with fairseq's model and lightseq-generate with ours, from the same checkpoint.
+
+    ``--left-pad-source`` switches fairseq's default, left padding of the source, off.
+    """
+    folder, _ = runs
+    arguments = [
+        data_bin,
+        "--cpu",
+        "--path",
+        folder / "fairseqs" / "checkpoint_last.pt",
+        "--beam",
+        5,
+        "--max-len-b",
+        20,
+    ]
+    arguments += ["--required-batch-size-multiple", 1, "--max-tokens", 800]
+    ours_by_name = ["--model-overrides", "{'arch': 'ls_transformer_tiny', '_name': 'ls_transformer_tiny'}"]
+    jobs = [
+        run_cli.start(plain["generate"], *arguments, *extra),
+        run_cli.start(cli.generate, *arguments, *extra, *ours_by_name),
+    ]
+    fairseqs, ours = (hypotheses(job.wait(120).check().out) for job in jobs)
+    assert len(fairseqs) == 200
+    assert fairseqs.keys() == ours.keys()
+    same = [number for number in fairseqs if fairseqs[number][1] == ours[number][1]]
+    assert len(same) >= 0.995 * len(fairseqs)
+    assert all(abs(fairseqs[number][0] - ours[number][0]) <= 1e-4 for number in fairseqs)
