@@ -227,13 +227,9 @@ class FusedAdam(torch.optim.Optimizer):
             grad = moments.buffer.grad
             grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
 
-    @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients in place so that their L2 norm is at most ``max_norm``; return the norm before, 0-d."""
-        norm, _ = self.grad_norm()
-        norm = norm.view(()).clone()
-        self.multiply_grads((max_norm / (norm + 1e-6)).clamp_(max=1))
-        return norm
+    def clip_grads(self, max_norm: float, norm: Tensor) -> None:
+        """Scale all gradients, whose L2 norm is ``norm``, in place so that it is at most ``max_norm``."""
+        self.multiply_grads((float(max_norm) / (norm + 1e-6)).clamp_(max=1))
 
     def upload_hyper(self) -> None:
         """Bring the groups' options to the device where they changed; call it between replays of a captured step."""

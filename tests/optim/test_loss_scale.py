@@ -19,9 +19,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def fairseq_scaler():
-    from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
-
-    return DynamicLossScaler
+    return pytest.importorskip("fairseq.optim.dynamic_loss_scaler").DynamicLossScaler
 
 
 def step(scaler, overflow: bool) -> str | None:

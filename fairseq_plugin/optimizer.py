@@ -1,0 +1,77 @@
+"""Optimizer ``ls_adam``: fairseq's ``adam`` on flat buffers, with its flags, under its mixed-precision wrappers.
+
+fairseq asks the optimiser inside for its abilities. ``--memory-efficient-fp16`` and ``--memory-efficient-bf16`` give it
+the 16-bit parameters themselves: it keeps float32 masters and divides by the loss scale in the same launch.
+``--fp16`` and ``--bf16`` give it float32 copies that fairseq keeps in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairseq.optim import FairseqOptimizer, register_optimizer
+from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
+from torch import Tensor
+
+from fairseq_plugin.errors import UserError
+from ls_train.optim import FusedAdam
+
+
+class _FairseqFusedAdam(FusedAdam):
+    """FusedAdam with the attributes by which fairseq's wrappers learn what an optimiser can do."""
+
+    supports_memory_efficient_fp16 = True
+    supports_flat_params = True
+    # The wrapper would replace the float32 state by what the checkpoint holds, on the CPU; ours is loaded exactly.
+    disable_mem_eff_fp16_loading_hack = True
+
+    @property
+    def supports_step_with_scale(self) -> bool:
+        """Whether step() takes the loss scale: with 16-bit parameters only.
+
+        With float32 copies under --bf16, fairseq's FP16Optimizer never resets the factor that it would pass.
+        """
+        return any(buffer.data.element_size() == 2 for buffer in self.buffers)
+
+
+@register_optimizer("ls_adam", dataclass=FairseqAdamConfig)
+class LSAdam(FairseqAdam):
+    """fairseq's Adam (decoupled weight decay, eps outside the bias correction) in two launches an update."""
+
+    def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:
+        """Build over ``params``.
+
+        Raises:
+            UserError: an option asks for another implementation of Adam.
+        """
+        FairseqOptimizer.__init__(self, cfg)
+        for option, reason in (
+            ("fp16_adam_stats", "--fp16-adam-stats: the moments of ls_adam are float32; drop the flag"),
+            ("use_old_adam", "--use-old-adam asks for fairseq's own Adam; use --optimizer adam --use-old-adam"),
+            ("tpu", "--tpu: ls_adam has no TPU implementation; use --optimizer adam"),
+        ):
+            if getattr(cfg, option, False):
+                raise UserError(reason)
+        self._optimizer = _FairseqFusedAdam(params, eps_after_correction=False, **self.optimizer_config)
+
+    def multiply_grads(self, c: float | Tensor) -> None:
+        """Multiply all gradients by ``c``, one launch a buffer."""
+        self.optimizer.multiply_grads(c)
+
+    def clip_grad_norm(
+        self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None
+    ) -> torch.Tensor:
+        """Scale the gradients down to the L2 norm ``max_norm`` (0: leave them); return the norm before, on the device.
+
+        Mixture-of-experts parameters, which fairseq leaves out of the norm, are left to fairseq.
+        """
+        if any(hasattr(param, "expert") for param in self.params):
+            return super().clip_grad_norm(max_norm, aggregate_norm_fn)
+        norm = self.optimizer.grad_norm()[0].view(()).clone()
+        if aggregate_norm_fn is not None:
+            norm = aggregate_norm_fn(norm)
+        if max_norm > 0:
+            self.optimizer.clip_grads(max_norm, norm)
+        return norm
