@@ -1,0 +1,1 @@
+"""Transformer layers and models on packed tokens."""

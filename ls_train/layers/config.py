@@ -165,10 +165,12 @@ class TransformerConfig:
         pre_layer_norm: pre-norm (True) or post-norm (False) layers.
         activation_fn: relu, gelu, gelu_tanh or swish.
         max_seq_len: longest source and target for learned positions.
+        source_max_seq_len: longest source; None is ``max_seq_len``.
         share_all_embeddings: one table for source, target and output projection.
         share_decoder_input_output_embed: one table for target and output projection.
         source_vocab_size: number of source ids; None is ``vocab_size``.
         learned_positions: learned instead of sinusoidal positions.
+        source_learned_positions: the same for the source; None is ``learned_positions``.
         positions: whether positions are added at all.
         scale_embedding: whether token embeddings are multiplied by sqrt(C).
         layer_norm_embedding: whether embeddings pass a layer norm.
@@ -198,10 +200,12 @@ class TransformerConfig:
     pre_layer_norm: bool = True
     activation_fn: str = "relu"
     max_seq_len: int = 1024
+    source_max_seq_len: int | None = None
     share_all_embeddings: bool = False
     share_decoder_input_output_embed: bool = False
     source_vocab_size: int | None = None
     learned_positions: bool = False
+    source_learned_positions: bool | None = None
     positions: bool = True
     scale_embedding: bool = True
     layer_norm_embedding: bool = False
