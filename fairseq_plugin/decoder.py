@@ -92,7 +92,7 @@ class LSTransformerDecoder(TransformerDecoderBase):
             x, kv = packed.run(self.cfg.checkpoint_activations, layer.forward_packed, *arguments)
             if states is not None:
                 states.append(x)
-        return x if self.layer_norm is None else packed.layer_norm(x, self.layer_norm)
+        return x if self.layer_norm is None else packed.layer_norm(self.layer_norm, x, packing.rows)
 
     def extract_features_scriptable(
         self,

@@ -57,7 +57,7 @@ class LSTransformerEncoder(TransformerEncoderBase):
             x = packed.run(self.cfg.checkpoint_activations, layer.forward_packed, x, packing, seed, offset)
             if states is not None:
                 states.append(x)
-        return x if self.layer_norm is None else packed.layer_norm(x, self.layer_norm)
+        return x if self.layer_norm is None else packed.layer_norm(self.layer_norm, x, packing.rows)
 
     def forward(
         self,

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ls_train import rng
+from ls_train.layers import embedding
 from ls_train.layers.call import SITES
+from ls_train.layers.norm import layer_norm
 from ls_train.ops.dropout import dropout
-from ls_train.ops.embedding import embedding
-from ls_train.ops.layer_norm import layer_norm as layer_norm_op
 from ls_train.packing import Packing
 
 ENCODER_OFFSET = 0
@@ -64,59 +64,44 @@ def embed(
         ValueError: a sentence is longer than learned positions reach.
     """
     p = 0.0 if seed is None else side.dropout_module.p
-    positions = packing.positions + side.padding_idx + 1
-    weight, table = side.embed_tokens.weight, position_table(side, packing.max_length)
-    norm = side.layernorm_embedding
+    positions = None if side.embed_positions is None else _Positions(side)
+    norm, scale = side.layernorm_embedding, side.embed_scale
     if embeddings is None:
-        in_one = norm is None
-        x = embedding(
-            tokens,
-            positions,
-            weight,
-            table,
-            side.embed_scale,
-            p if in_one else 0.0,
-            seed if in_one else None,
-            offset,
-            padding_idx=side.padding_idx,
-            position_padding_idx=side.padding_idx,
-        )
-    else:
-        in_one = False
-        x = side.embed_scale * embeddings
-        if table is not None:
-            x = x + nn.functional.embedding(positions, table, side.padding_idx)
+        return embedding.embed(tokens, packing, side.embed_tokens, positions, norm, scale, p, seed, offset)
+    x = scale * embeddings
+    if positions is not None:
+        rows = packing.positions + side.padding_idx + 1
+        x = x + nn.functional.embedding(rows, positions.table(packing.max_length), side.padding_idx)
     if norm is not None:
-        x = layer_norm(x, norm)
-    return x if in_one or p == 0 else dropout(x, p, seed, offset)
+        x = layer_norm(norm, x, packing.rows)
+    return dropout(x, p, seed, offset) if p else x
 
 
-def position_table(side: nn.Module, length: int) -> Tensor | None:
-    """Return the table of positions, at least ``length`` rows beyond the padding row, in the type of the weights.
+class _Positions:
+    """fairseq's position modules as the fused embedding asks for them."""
 
-    Raises:
-        ValueError: learned positions do not reach ``length``.
-    """
-    module = side.embed_positions
-    if module is None:
-        return None
-    if not isinstance(module, SinusoidalPositionalEmbedding):
-        if length > module.max_positions:
-            raise ValueError(
-                f"a sentence of {length} tokens is longer than the {module.max_positions} learned positions; raise "
-                "--max-source-positions or --max-target-positions, or leave such sentences out"
-            )
-        return module.weight
-    rows = side.padding_idx + 1 + length
-    if rows > module.weights.shape[0]:
-        grown = module.get_embedding(rows, module.embedding_dim, module.padding_idx)
-        module.weights = grown.to(module.weights)
-    return module.weights.to(side.embed_tokens.weight)
+    def __init__(self, side: nn.Module) -> None:
+        self.side = side
 
+    def table(self, length: int) -> Tensor:
+        """Return the table of positions, at least ``length`` rows beyond the padding row, in the type of the weights.
 
-def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    """Return ``norm`` of the rows ``x`` (N, C)."""
-    return layer_norm_op(x, norm.weight, norm.bias, norm.eps)
+        Raises:
+            ValueError: learned positions do not reach ``length``.
+        """
+        module = self.side.embed_positions
+        if not isinstance(module, SinusoidalPositionalEmbedding):
+            if length > module.max_positions:
+                raise ValueError(
+                    f"a sentence of {length} tokens is longer than the {module.max_positions} learned positions; raise "
+                    "--max-source-positions or --max-target-positions, or leave such sentences out"
+                )
+            return module.weight
+        rows = self.side.padding_idx + 1 + length
+        if rows > module.weights.shape[0]:
+            grown = module.get_embedding(rows, module.embedding_dim, module.padding_idx)
+            module.weights = grown.to(module.weights)
+        return module.weights.to(self.side.embed_tokens.weight)
 
 
 def run(checkpointed: bool, forward: Callable[..., Any], *arguments: Any) -> Any:
@@ -148,7 +133,6 @@ __all__ = [
     "from_time_first",
     "layer_norm",
     "packings",
-    "position_table",
     "run",
     "time_first",
 ]
