@@ -123,7 +123,7 @@ def attention_keep_mask(seed: Tensor, offset: int, rows: Tensor, heads: int, key
         for head in range(heads):
             for part in _blocks(packed.size, group.size):
                 words = philox(key, (group[None, :], packed[part, None] & _LOW, head, offset))
-                lanes = _lanes(words).reshape(-1, blocks, 4, 4, 2).swapaxes(2, 3)
+                lanes = _lanes(words).reshape(keep[head, part].shape).swapaxes(2, 3)
                 np.greater_equal(lanes, threshold(p), out=keep[head, part])
         return keep.reshape(heads, packed.size, blocks * 32)[:, :, :keys]
 

@@ -178,7 +178,8 @@ def _backward(
     probs = scores.logits(q_block, k_block, scale).sub_(sums.masked_fill(sums == float("-inf"), 0)).exp_()
     store(dv, keys.rows(torch.bmm(scores.drop(probs).transpose(1, 2), grad)))
     dprobs = scores.drop(torch.bmm(grad, v_block.transpose(1, 2)))
-    dscores = dprobs.sub_((grad * queries.pad(out)).sum(-1, keepdim=True)).mul_(probs).mul_(scale)
+    # The row sum equals that of dout * out, but does not carry the rounding of out.
+    dscores = dprobs.sub_((dprobs * probs).sum(-1, keepdim=True)).mul_(probs).mul_(scale)
     store(dq, queries.rows(torch.bmm(dscores, k_block)))
     store(dk, keys.rows(torch.bmm(dscores.transpose(1, 2), q_block)))
 

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from ls_train import rng
+from ls_train.ops import attention
+from ls_train.ops._arguments import statistics_dtype
+from ls_train.ops.attention import attention_workspace
+from ls_train.testing import assert_accurate, assert_matches_torch
+from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run, seed_tensor
+
+SEED, OFFSET = 11, 4
+# (query lengths, key lengths, heads, head size): one token, empty sequences, odd sizes, several 32-key blocks.
+CASES = {
+    "one token": ((1,), (1,), 1, 8),
+    "self": ((5, 1, 7), (5, 1, 7), 2, 16),
+    "cross": ((3, 8, 2), (6, 1, 9), 2, 32),
+    "no keys": ((3, 0, 4), (2, 5, 0), 2, 8),
+    "odd sizes": ((7, 13), (11, 13), 3, 5),
+    "long": ((70, 33), (70, 97), 1, 64),
+    "no queries": ((0, 0), (3, 4), 2, 8),
+    "empty batch": ((), (), 2, 8),
+}
+
+
+def cumulative(lengths: tuple[int, ...], device: str) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def native(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths_q: tuple[int, ...],
+    lengths_k: tuple[int, ...],
+    causal: bool,
+    p: float = 0.0,
+) -> Tensor:
+    """Return attention by PyTorch's own functions, one sequence after another, scale 1 / sqrt(D)."""
+    outputs = [q[:0]]
+    start_q = start_k = 0
+    for length_q, length_k in zip(lengths_q, lengths_k, strict=True):
+        rows = slice(start_q, start_q + length_q)
+        queries = q[rows].transpose(0, 1)
+        keys, values = (x[start_k : start_k + length_k].transpose(0, 1) for x in (k, v))
+        allowed = torch.ones(length_q, length_k, dtype=torch.bool, device=q.device)
+        if causal:
+            allowed = allowed.tril(length_k - length_q)
+        some = allowed.any(1, keepdim=True)
+        scores = (queries @ keys.transpose(1, 2)) * q.shape[2] ** -0.5
+        probs = scores.masked_fill(~allowed & some, float("-inf")).softmax(-1) * some
+        if p > 0:
+            packed_rows = torch.arange(rows.start, rows.stop)
+            keep = rng.attention_keep_mask(torch.tensor([SEED]), OFFSET, packed_rows, q.shape[1], length_k, p)
+            probs = probs * keep.to(q.device) * rng.keep_scale(p)
+        outputs.append((probs @ values).transpose(0, 1))
+        start_q, start_k = start_q + length_q, start_k + length_k
+    used = torch.cat(outputs)
+    return torch.cat([used, q.new_zeros(q.shape[0] - used.shape[0], *q.shape[1:])]) + 0 * (q.sum() + k.sum() + v.sum())
+
+
+class TestLeaf(LeafContract):
+    def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
+        heads, width, lengths_q, lengths_k = 2, 16, (5, 8), (4, 7)
+        cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
+        # q, k and v as a layer has them: columns of one projection.
+        qkv = torch.randn(13, 3 * heads * width, device=device).to(dtype).view(13, 3, heads, width)
+        kv = torch.randn(11, 2 * heads * width, device=device).to(dtype).view(11, 2, heads, width)
+        q, k, v = torch.randn(3, 13, heads, width, device=device).to(dtype).unbind()
+        out, dout = torch.randn(2, 13, heads, width, device=device).to(dtype)
+        lse = torch.empty(13, heads, dtype=statistics_dtype(dtype), device=device)
+        plan = {"seed": seed_tensor(SEED, device), "max_q": 8, "scale": 0.25, "p": 0.3, "offset": OFFSET}
+        packed = {"cu_q": cu_q, "cu_k": cu_q, "max_k": 8, "causal": True} | plan
+        cross = {"cu_q": cu_q, "cu_k": cu_k, "max_k": 7, "causal": False} | plan
+        plain = packed | {"seed": None, "p": 0.0}
+        calls = []
+        for inputs, settings in (
+            ({"q": qkv[:, 0], "k": qkv[:, 1], "v": qkv[:, 2]}, packed),
+            ({"q": q, "k": kv[:, 0], "v": kv[:, 1]}, cross),
+            ({"q": q, "k": k, "v": v}, plain),
+        ):
+            forward = call("attention_fwd", out=out.clone(), lse=lse.clone(), **inputs, **settings)
+            run(*forward)
+            workspace = torch.empty(attention_workspace(13, heads, width, 13), device=device)
+            backward = {"d" + name: tensor for name, tensor in inputs.items()}
+            backward |= {"workspace": workspace, "dout": dout, "out": forward[1]["out"], "lse": forward[1]["lse"]}
+            calls += [forward, call("attention_bwd", **backward, **inputs, **settings)]
+        return calls
+
+
+def random_inputs(case: str, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    lengths_q, lengths_k, heads, width = CASES[case]
+    q = torch.randn(sum(lengths_q), heads, width, device=device).to(dtype)
+    k, v = torch.randn(2, sum(lengths_k), heads, width, device=device).to(dtype).unbind()
+    return q, k, v
+
+
+@on_every_type
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_matches_torch(case: str, causal: bool, p: float, device: str, dtype: torch.dtype) -> None:
+    lengths_q, lengths_k = CASES[case][:2]
+    cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
+    max_q, max_k = max(lengths_q, default=0), max(lengths_k, default=0)
+    seed = seed_tensor(SEED, device)
+    assert_matches_torch(
+        lambda q, k, v: attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, p=p, seed=seed, offset=OFFSET),
+        lambda q, k, v: native(q, k, v, lengths_q, lengths_k, causal, p),
+        random_inputs(case, device, dtype),
+    )
+
+
+@on_every_type
+def test_rounded_sizes_and_poisoned_rows(device: str, dtype: torch.dtype) -> None:
+    """Rows and sequences added to round sizes up, and a larger longest length, change nothing and give zeros."""
+    lengths_q, lengths_k = CASES["cross"][:2]
+    q, k, v = random_inputs("cross", device, dtype)
+    dout = torch.randn_like(q)
+
+    def results(rounded: bool) -> list[Tensor]:
+        extra = 3 if rounded else 0
+        cu_q = cumulative(lengths_q + (0,) * extra, device)
+        cu_k = cumulative(lengths_k + (0,) * extra, device)
+
+        def extended(x: Tensor) -> Tensor:
+            return torch.cat([x, x.new_full((extra, *x.shape[1:]), float("nan"))])
+
+        leaves = [extended(x).requires_grad_() for x in (q, k, v)]
+        seed = seed_tensor(SEED, device)
+        longest = max(*lengths_q, *lengths_k)
+        out = attention(*leaves, cu_q, cu_k, longest + 40 * extra, longest + 40 * extra, True, p=0.3, seed=seed)
+        return [out.detach(), *torch.autograd.grad(out, leaves, extended(dout))]
+
+    for plain, rounded in zip(results(False), results(True), strict=True):
+        assert not rounded[len(plain) :].any()
+        torch.testing.assert_close(rounded[: len(plain)], plain, rtol=0, atol=0 if device == "cpu" else 1e-2)
+
+
+@on_every_type
+def test_mask_is_the_reference_mask(device: str, dtype: torch.dtype) -> None:
+    """With equal scores and one-hot values the output shows the mask; it belongs to packed row, head and key only."""
+    heads, width = 2, 64
+
+    def mask(lengths: tuple[int, ...], offset: int = OFFSET, seed: int = SEED) -> list[Tensor]:
+        rows = sum(lengths)
+        q = torch.zeros(rows, heads, width, device=device, dtype=dtype)
+        v = torch.cat([torch.eye(n, width, device=device, dtype=dtype) for n in lengths])[:, None].repeat(1, heads, 1)
+        cu = cumulative(lengths, device)
+        longest = max(lengths)
+        out = attention(q, q, v, cu, cu, longest, longest, p=0.5, seed=seed_tensor(seed, device), offset=offset)
+        return [(part[:, :, :n] != 0).cpu() for part, n in zip(out.split(lengths), lengths, strict=True)]
+
+    lengths = (40, 7, 64)
+    kept = mask(lengths)
+    start = 0
+    for part, n in zip(kept, lengths, strict=True):
+        rows = torch.arange(start, start + n)
+        reference = rng.attention_keep_mask(torch.tensor([SEED]), OFFSET, rows, heads, n, 0.5)
+        assert torch.equal(part, reference.transpose(0, 1))
+        start += n
+    (one,) = mask((64,))
+    assert torch.equal(one[:40, :, :40], kept[0]), "the mask depends on lengths or on the number of sequences"
+    count = one.numel()
+    assert abs(int(one.sum()) - count / 2) <= 5 * math.sqrt(count) / 2
+    for other in (mask((64,), offset=OFFSET + 1)[0], mask((64,), seed=SEED + 1)[0], one.flip(1)):
+        assert abs(int((one == other).sum()) - count / 2) <= 5 * math.sqrt(count) / 2
+
+
+@on_every_type
+def test_large_logits(device: str, dtype: torch.dtype) -> None:
+    lengths = (9, 4)
+    q, k, v = torch.randn(3, 13, 2, 16, device=device).to(dtype).unbind()
+    q = (q * 300).requires_grad_()  # scores up to about 1e4 before the scale of 10 below
+    cu = cumulative(lengths, device)
+    out = attention(q, k, v, cu, cu, 9, 9, scale=10.0)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert grad.isfinite().all()
+    assert out.isfinite().all()
+    scores = torch.einsum("ihd,jhd->hij", q.detach().double(), k.double())[:, :9, :9] * 10
+    gap = scores.topk(2).values.diff().abs().min()
+    assert float(scores.abs().max()) > 1e4
+    assert float(gap) > 20, "the seed no longer gives one clear winner a row"
+    winner = v[:9].gather(0, scores.argmax(-1).t()[:, :, None].expand(-1, -1, 16))
+    torch.testing.assert_close(out[:9].detach(), winner, rtol=0, atol=1e-6)
+
+
+@on_every_type
+def test_logarithm_of_the_sums(device: str, dtype: torch.dtype) -> None:
+    """lse is the natural logarithm before dropout, -inf without keys and zero in unused rows."""
+    q, k, v = torch.randn(3, 8, 2, 16, device=device).to(dtype).unbind()
+    out = torch.empty_like(q)
+    lse = torch.empty(8, 2, dtype=statistics_dtype(dtype), device=device)
+    cu_q, cu_k = cumulative((4, 3), device), cumulative((8, 0), device)
+    seed = seed_tensor(1, device)
+    torch.ops.ls_train.attention_fwd(out, lse, q, k, v, cu_q, cu_k, seed, 4, 8, False, 0.5, 0.9, 0)
+    reference = torch.einsum("ihd,jhd->ihj", q.double(), k.double()).mul(0.5).logsumexp(-1)
+    reference[4:7] = float("-inf")
+    reference[7:] = 0
+    assert_accurate(lse, reference, lse.dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck(causal: bool) -> None:
+    q = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    cu_q, cu_k = cumulative((2, 0, 3), "cpu"), cumulative((1, 2, 3), "cpu")
+    seed = torch.tensor([3])
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: attention(q, k, v, cu_q, cu_k, 3, 3, causal, p=0.3, seed=seed), (q, k, v)
+    )
+
+
+def test_errors() -> None:
+    q, cu = torch.randn(4, 2, 8), cumulative((4,), "cpu")
+    with pytest.raises(ValueError, match="argument max_q = 3 is less than the longest sequence, 4"):
+        attention(q, q, q, cu, cu, 3, 4)
+    with pytest.raises(ValueError, match=r"argument v has shape \(3, 2, 8\); it needs \(4, 2, 8\)"):
+        attention(q, q, q[:3], cu, cu, 4, 4)
+    with pytest.raises(ValueError, match=r"its last dimension must be contiguous"):
+        attention(q.transpose(1, 2).contiguous().transpose(1, 2), q, q, cu, cu, 4, 4)
+    with pytest.raises(TypeError, match="attention: argument cu_k has dtype torch.int64; convert it to torch.int32"):
+        attention(q, q, q, cu, cu.long(), 4, 4)
+    with pytest.raises(ValueError, match=r"argument q has shape \(4, 16\); it needs 3 dimensions"):
+        attention(q.view(4, 16), q, q, cu, cu, 4, 4)
