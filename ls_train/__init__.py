@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from ls_train.layers.transformer import LSTransformer, LSTransformerDecoder, LSTransformerEncoder
     from ls_train.memory import memory_plan
     from ls_train.optim import FusedAdam
-    from ls_train.optim import FusedAdam as LSAdam
+    from ls_train.optim.ls_adam import LSAdam
     from ls_train.packing import Packing
 
 _HOMES = {
     "FusedAdam": ("ls_train.optim", "FusedAdam"),
-    "LSAdam": ("ls_train.optim", "FusedAdam"),
+    "LSAdam": ("ls_train.optim.ls_adam", "LSAdam"),
     "LSCrossEntropyLayer": ("ls_train.layers.criterion", "LSCrossEntropyLayer"),
     "LSTransformer": ("ls_train.layers.transformer", "LSTransformer"),
     "LSTransformerDecoder": ("ls_train.layers.transformer", "LSTransformerDecoder"),
