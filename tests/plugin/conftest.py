@@ -144,6 +144,9 @@ def plain() -> dict[str, Callable[[], object]]:
 
 @pytest.fixture(scope="session")
 def run_cli(tmp_path_factory, plain) -> Forker:
+    # torch imports its compiler where the first optimizer is built: here once, not in every fork.
+    import torch._dynamo  # noqa: F401
+
     import fairseq_plugin.cli  # noqa: F401
 
     return Forker(tmp_path_factory.mktemp("cli"))

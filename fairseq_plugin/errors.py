@@ -1,0 +1,49 @@
+"""Errors that are the user's to mend, and the one line that reports them."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+
+import torch
+
+
+class UserError(Exception):
+    """A mistake in what the user gave; the message names the option or file, the value, and what to do."""
+
+
+def report(error: BaseException) -> int:
+    """Print one ``error:`` line for ``error`` on stderr and return the exit status, 1.
+
+    An error that is not known to be the user's gets its traceback above the line. Errors of spawned ranks, which arrive
+    as text inside the launcher's exception, are recognised too.
+    """
+    message = _known(error)
+    if message is None:
+        traceback.print_exception(error)
+        message = f"{type(error).__name__}: {error}".strip().splitlines()[-1]
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _known(error: BaseException) -> str | None:
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, FloatingPointError):
+        return _not_finite(str(error))
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, torch.multiprocessing.ProcessRaisedException):
+        for kind, meaning in ((UserError, str), (FloatingPointError, _not_finite)):
+            found = re.findall(rf"^(?:[\w.]+\.)?{kind.__name__}: (.*)$", str(error), re.MULTILINE)
+            if found:
+                return meaning(found[-1])
+    return None
+
+
+def _not_finite(message: str) -> str:
+    return (
+        f"training stopped, the loss or its gradient is not finite ({message}): lower --lr, set --clip-norm or look at "
+        "the data; the checkpoints are those from before, crash.pt holds the state that failed"
+    )

@@ -1,0 +1,185 @@
+"""Bad input, found before training starts and reported in one line.
+
+:func:`install` puts the checks where fairseq asks for the thing in question: the configuration before anything is
+built, the data when it is opened, the save-dir before the first batch. :class:`UserError` carries the one line and
+:func:`report` prints it for a launcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fairseq_plugin import save_dir
+from fairseq_plugin.errors import UserError, report
+
+__all__ = ["UserError", "check_data_folders", "check_dataset", "check_precision", "install", "report"]
+
+
+def install() -> None:
+    """Put the checks into fairseq; a second call does nothing."""
+    from fairseq import checkpoint_utils, tasks
+    from fairseq.data import Dictionary, data_utils
+    from fairseq.dataclass import initialize
+
+    if getattr(tasks.setup_task, "checked", False):
+        return
+    initialize.add_defaults = _checking_config(initialize.add_defaults)
+    for name in ("fairseq_cli.train", "fairseq_cli.hydra_train"):
+        # A module that was imported earlier holds its own reference.
+        if name in sys.modules:
+            sys.modules[name].add_defaults = initialize.add_defaults
+    tasks.setup_task = _checking_data_folder(tasks.setup_task)
+    Dictionary.add_from_file = _naming_dictionary(Dictionary.add_from_file)
+    data_utils.load_indexed_dataset = _checking_dataset(data_utils.load_indexed_dataset)
+    checkpoint_utils.verify_checkpoint_directory = save_dir.prepare
+
+
+def _checking_config(add_defaults: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(add_defaults)
+    def checked(cfg: Any) -> None:
+        add_defaults(cfg)
+        check_precision(cfg.common)
+        save_dir.expect_writes(not cfg.checkpoint.no_save)
+
+    return checked
+
+
+def check_precision(common: Any, gpu: bool | None = None) -> None:
+    """Refuse ``--fp16`` where no GPU will run it.
+
+    The two forms that keep one tensor a parameter also run on a CPU, slowly, and are let through: tests use them.
+
+    Raises:
+        UserError: flat fp16 training without a GPU.
+    """
+    gpu = (torch.cuda.is_available() and not common.cpu) if gpu is None else gpu
+    runs_on_cpu = common.memory_efficient_fp16 or common.fp16_no_flatten_grads
+    if common.fp16 and not gpu and not runs_on_cpu and not common.tpu:
+        reason = "--cpu is given" if common.cpu else "torch.cuda.is_available() is False"
+        raise UserError(
+            f"--fp16 needs a GPU and there is none for this run ({reason}): drop --fp16, or train with --bf16, or add "
+            "--memory-efficient-fp16 to run half precision on the CPU for a test"
+        )
+
+
+def _checking_data_folder(setup_task: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(setup_task)
+    def checked(cfg: Any, **kwargs: Any) -> Any:
+        data = getattr(cfg, "data", None)
+        if isinstance(data, str):
+            check_data_folders(data)
+        try:
+            return setup_task(cfg, **kwargs)
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{error.filename or error}: no such file; is {data!r} a folder that lightseq-preprocess "
+                "(fairseq-preprocess) wrote, and are --source-lang and --target-lang its languages?"
+            ) from error
+        except Exception as error:
+            if "Could not infer language pair" in str(error):
+                raise UserError(
+                    f"{data}: no file train.SOURCE-TARGET.SOURCE.idx in it, so it is no folder that "
+                    "lightseq-preprocess (fairseq-preprocess) wrote for translation"
+                ) from error
+            raise
+
+    checked.checked = True
+    return checked
+
+
+def check_data_folders(data: str) -> None:
+    """Refuse a DATA argument whose local folders do not exist. data: folders separated by ``:``.
+
+    Raises:
+        UserError: a folder is missing or is a file.
+    """
+    from fairseq import utils
+
+    for folder in utils.split_paths(data):
+        if "://" not in folder and not os.path.isdir(folder):
+            problem = "is not a folder" if os.path.exists(folder) else "does not exist"
+            raise UserError(f"{folder}: the data folder {problem}; give the folder lightseq-preprocess wrote")
+
+
+def _naming_dictionary(add_from_file: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(add_from_file)
+    def checked(self: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            add_from_file(self, f, *args, **kwargs)
+        except OSError:
+            raise
+        except Exception as error:
+            if not isinstance(f, str):
+                raise
+            raise UserError(f"{f}: not a whole dictionary ({error}); write the data folder anew") from error
+
+    return checked
+
+
+def _checking_dataset(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def checked(path: str, *args: Any, **kwargs: Any) -> Any:
+        check_dataset(path)
+        dataset = load(path, *args, **kwargs)
+        if dataset is None and os.path.basename(path).startswith("train"):
+            raise UserError(f"{path}.idx: missing, so there is nothing to train on; write the data folder anew")
+        return dataset
+
+    return checked
+
+
+_MMAP_MAGIC = b"MMIDIDX\x00\x00"
+_OTHER_MAGICS = (b"TNTIDX\x00\x00", b"HUFFIDX\x00")
+# Item sizes of fairseq's memory-mapped format by type code, fairseq/data/indexed_dataset.py.
+_ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 8, 8: 2, 9: 4, 10: 8}
+
+
+def check_dataset(prefix: str) -> None:
+    """Refuse an indexed dataset of which a file is missing, truncated or not an index. prefix: path without suffix.
+
+    The sizes in the index are compared with the files' lengths; the tokens are not read. A dataset of which neither
+    file is there, and formats other than the memory-mapped one, are left to fairseq.
+
+    Raises:
+        UserError: naming the file and what is wrong with it.
+    """
+    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+    if not index.exists() and not data.exists():
+        return
+    for path, other in ((index, data), (data, index)):
+        if not path.exists():
+            raise UserError(f"{path}: missing although {other.name} is there; write the data folder anew")
+    with index.open("rb") as stream:
+        magic = stream.read(len(_MMAP_MAGIC))
+        if magic != _MMAP_MAGIC:
+            if magic[:8] in _OTHER_MAGICS:
+                return
+            raise UserError(f"{index}: not an index of a fairseq dataset; write the data folder anew")
+        header = stream.read(17)
+        if len(header) < 17:
+            raise UserError(f"{index}: truncated within its header; write the data folder anew")
+        _, code, count = struct.unpack("<QBQ", header)
+        needed = stream.tell() + 12 * count
+        if index.stat().st_size < needed:
+            raise UserError(
+                f"{index}: truncated, {index.stat().st_size} bytes instead of {needed}; write the data folder anew"
+            )
+        if count == 0 or code not in _ITEM_SIZES:
+            return
+        stream.seek(stream.tell() + 4 * (count - 1))
+        (size,) = struct.unpack("<i", stream.read(4))
+        stream.seek(needed - 8)
+        (pointer,) = struct.unpack("<q", stream.read(8))
+    needed = pointer + size * _ITEM_SIZES[code]
+    if data.stat().st_size < needed:
+        raise UserError(
+            f"{data}: truncated, {data.stat().st_size} bytes instead of {needed}; write the data folder anew"
+        )

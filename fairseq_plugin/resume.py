@@ -1,0 +1,143 @@
+"""What fairseq leaves out of a checkpoint although the next update depends on it.
+
+Mixed precision: fairseq saves the 16-bit model and rebuilds the float32 master weights from it, so a resumed run goes
+on from rounded weights, and it saves the loss scale without the counters that decide when the scale changes. Both go
+under the key :data:`KEY` of the optimizer's state, which plain fairseq ignores. Early stopping, the plateau schedule
+and the EMA interval count in memory only; they go under the same key of ``extra_state``.
+
+Dropout needs nothing: fairseq seeds torch's generator before every update from the seed and the number of updates, and
+the layers draw their own seed from that generator alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEY = "ls_train"
+MASTERS = "masters"
+SCALER_COUNTERS = (
+    "loss_scale",
+    "_iter",
+    "_last_overflow_iter",
+    "_last_rescale_iter",
+    "_overflows_since_rescale",
+)
+
+
+def install() -> None:
+    """Let fairseq's mixed-precision optimizers save and restore everything; a second call does nothing."""
+    from fairseq.optim import AMPOptimizer
+    from fairseq.optim import fp16_optimizer as fp16
+
+    for kind in (fp16._FP16OptimizerMixin, fp16._MemoryEfficientFP16OptimizerMixin, AMPOptimizer):
+        if not hasattr(kind.load_state_dict, "complete"):
+            kind.state_dict = _saving(kind.state_dict)
+            kind.load_state_dict = _restoring(kind.load_state_dict)
+
+
+def _saving(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(state_dict)
+    def complete(self: Any) -> dict[str, Any]:
+        return {**state_dict(self), KEY: optimizer_extras(self)}
+
+    return complete
+
+
+def _restoring(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load_state_dict)
+    def complete(self: Any, state: dict[str, Any], optimizer_overrides: dict[str, Any] | None = None) -> None:
+        load_state_dict(self, state, optimizer_overrides)
+        restore_optimizer_extras(self, state.get(KEY, {}))
+
+    complete.complete = True
+    return complete
+
+
+def optimizer_extras(optimizer: Any) -> dict[str, Any]:
+    """Return what the state of a mixed-precision ``optimizer`` lacks: float32 masters and the scaler's counters."""
+    extras: dict[str, Any] = {}
+    scaler = getattr(optimizer, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler):
+        extras["grad_scaler"] = scaler.state_dict()
+    elif scaler is not None:
+        extras["scaler"] = {name: getattr(scaler, name) for name in SCALER_COUNTERS}
+    masters = [master.detach() for master, _ in _masters(optimizer)]
+    if masters:
+        extras[MASTERS] = masters
+    return extras
+
+
+def restore_optimizer_extras(optimizer: Any, extras: dict[str, Any]) -> None:
+    """Put back what :func:`optimizer_extras` returned.
+
+    A master counts where it still rounds to the model's weight: in a file whose weights were changed afterwards, by
+    averaging say, it is that of another model, and the one fairseq has rebuilt stays.
+    """
+    scaler = getattr(optimizer, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler):
+        if extras.get("grad_scaler"):
+            scaler.load_state_dict(extras["grad_scaler"])
+    elif scaler is not None:
+        for name, value in extras.get("scaler", {}).items():
+            setattr(scaler, name, value)
+    pairs, saved = list(_masters(optimizer)), extras.get(MASTERS, [])
+    if len(saved) == len(pairs):
+        for new, (master, kind) in zip(saved, pairs):
+            new = new.to(master).view_as(master)
+            master.data.copy_(torch.where(new.to(kind).float() == master, new, master))
+
+
+def _masters(optimizer: Any) -> Iterator[tuple[Tensor, torch.dtype]]:
+    """Yield the float32 masters of ``optimizer`` and the type of the parameters they belong to."""
+    masters = getattr(optimizer, "fp32_params", None)
+    if masters is not None:
+        kind = optimizer.fp16_params[0].dtype
+        for master in masters.values() if isinstance(masters, dict) else masters:
+            yield master, kind
+
+
+def run_extras(trainer: Any) -> dict[str, Any]:
+    """Return the counters of ``trainer``'s run that fairseq keeps in memory only."""
+    extras: dict[str, Any] = {}
+    stopping = _early_stopping()
+    if hasattr(stopping, "best"):
+        extras["early_stopping"] = {"best": stopping.best, "num_runs": stopping.num_runs}
+    plateau = _plateau(trainer)
+    if plateau is not None:
+        extras["plateau"] = {name: getattr(plateau, name) for name in ("num_bad_epochs", "cooldown_counter")}
+    if trainer.cfg.ema.store_ema:
+        extras["ema_counter"] = trainer.ema.update_freq_counter
+    if hasattr(trainer, "_amp_retries"):
+        extras["amp_retries"] = trainer._amp_retries
+    return extras
+
+
+def restore_run_extras(trainer: Any, extras: dict[str, Any], reset_lr_scheduler: bool) -> None:
+    """Put back what :func:`run_extras` returned."""
+    stopping = _early_stopping()
+    if stopping is not None:
+        vars(stopping).update(extras.get("early_stopping", {}))
+    plateau = _plateau(trainer)
+    if plateau is not None and not reset_lr_scheduler:
+        vars(plateau).update(extras.get("plateau", {}))
+    if trainer.cfg.ema.store_ema and "ema_counter" in extras:
+        trainer.ema.update_freq_counter = extras["ema_counter"]
+    if hasattr(trainer, "_amp_retries") and "amp_retries" in extras:
+        trainer._amp_retries = extras["amp_retries"]
+
+
+def _early_stopping() -> Any:
+    """Return fairseq's function that counts validations without progress, in its own attributes."""
+    module = sys.modules.get("fairseq_cli.train")
+    return getattr(module, "should_stop_early", None)
+
+
+def _plateau(trainer: Any) -> Any:
+    scheduler = getattr(trainer.lr_scheduler, "lr_scheduler", None)
+    return scheduler if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else None
