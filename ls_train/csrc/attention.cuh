@@ -58,13 +58,15 @@ struct Sequence {
 struct Task {
   int head, tile;
   Sequence sequence;
+  int64_t used_q, used_k;  // rows of the buffers that belong to sequences
 };
 
 // The work of this block among `tiles` tiles a sequence and head; a grid without sequences has one block (no work).
 __device__ __forceinline__ Task block_task(const Attention& a, int tiles) {
   const int index = static_cast<int>(blockIdx.x) / a.heads;
   const int b = index / tiles;
-  Task task = {static_cast<int>(blockIdx.x) % a.heads, index % tiles, {0, 0, 0, 0, a.causal}};
+  Task task = {
+      static_cast<int>(blockIdx.x) % a.heads, index % tiles, {0, 0, 0, 0, a.causal}, a.cu_q[a.batch], a.cu_k[a.batch]};
   if (b < a.batch) {
     task.sequence.q_start = a.cu_q[b];
     task.sequence.k_start = a.cu_k[b];
@@ -85,8 +87,8 @@ __device__ __forceinline__ void zero_unused(const Attention& a, const HeadRows& 
   }
 }
 
-__device__ __forceinline__ void zero_unused_lse(const Attention& a) {
-  for (int64_t row = a.cu_q[a.batch] + static_cast<int64_t>(blockIdx.x); row < a.n_q; row += gridDim.x) {
+__device__ __forceinline__ void zero_unused_lse(const Attention& a, int64_t first) {
+  for (int64_t row = first + blockIdx.x; row < a.n_q; row += gridDim.x) {
     for (int head = threadIdx.x; head < a.heads; head += blockDim.x) a.lse[row * a.heads + head] = 0.f;
   }
 }

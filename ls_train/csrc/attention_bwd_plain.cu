@@ -25,8 +25,8 @@ __device__ __forceinline__ ScoreGradient score_gradient(bool seen, bool keep, fl
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks) attention_dq_plain_kernel(Attention a) {
   __shared__ Tiles tiles;
-  zero_unused<T, 1>(a, a.dq, a.cu_q[a.batch], a.n_q);
   const Task task = block_task(a, a.q_tiles);
+  zero_unused<T, 1>(a, a.dq, task.used_q, a.n_q);
   const Sequence& seq = task.sequence;
   const int block_row = task.tile * kBlockRows;
   if (block_row >= seq.q_len) return;
@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention_dq_plain_kernel(A
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks) attention_dkv_plain_kernel(Attention a) {
   __shared__ Tiles tiles;
-  zero_unused<T, 1>(a, a.dk, a.cu_k[a.batch], a.n_k);
-  zero_unused<T, 1>(a, a.dv, a.cu_k[a.batch], a.n_k);
   const Task task = block_task(a, a.k_tiles);
+  zero_unused<T, 1>(a, a.dk, task.used_k, a.n_k);
+  zero_unused<T, 1>(a, a.dv, task.used_k, a.n_k);
   const Sequence& seq = task.sequence;
   const int block_row = task.tile * kBlockRows;
   if (block_row >= seq.k_len) return;

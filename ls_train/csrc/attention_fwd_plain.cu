@@ -11,9 +11,9 @@ namespace {
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks) attention_fwd_plain_kernel(Attention a) {
   __shared__ Tiles tiles;
-  zero_unused<T, 1>(a, a.out, a.cu_q[a.batch], a.n_q);
-  zero_unused_lse(a);
   const Task task = block_task(a, a.q_tiles);
+  zero_unused<T, 1>(a, a.out, task.used_q, a.n_q);
+  zero_unused_lse(a, task.used_q);
   const Sequence& seq = task.sequence;
   const int block_row = task.tile * kBlockRows;
   if (block_row >= seq.q_len) return;

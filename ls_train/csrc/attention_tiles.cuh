@@ -1,0 +1,265 @@
+// Tensor-core attention, what its three kernels share: tiles of rows in shared memory, their products, the softmax
+// gradient in registers.
+//
+// Head sizes are padded with zeros to kDim = 32, 64, 96, 128, 192 or 256 in shared memory. A row of a tile takes
+// kDim + 8 elements: rows are then 16 bytes apart modulo 128, so the eight rows of a fragment load hit different banks.
+// Keys go in chunks of 32, the reach of one dropout generator call (ls_train/rng.py); a warp owns 16 rows.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <type_traits>
+
+#include "attention.cuh"
+#include "tensor_core.cuh"
+
+namespace ls_train {
+
+constexpr int kChunk = 32;
+constexpr int kWarpRows = 16;
+constexpr int kChunkTiles = kChunk / 8;
+constexpr int kMaxSlots = 4;
+
+template <int kDim>
+constexpr int kTileStride = kDim + 8;
+
+template <class I>
+__host__ __device__ constexpr I round_up(I x, I multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Device side
+
+// Starts the copy of rows of one head into a tile: `count` valid ones from `row` on, zeros up to `padded`.
+template <int kDim, class T>
+__device__ __forceinline__ void load_rows(T* tile, const HeadRows& x, int64_t row, int head, int count, int padded,
+                                          int dim) {
+  constexpr int kLanes = kDim / 8 <= 4 ? 4 : kDim / 8 <= 8 ? 8 : kDim / 8 <= 16 ? 16 : 32;  // threads of a row
+  const int column = static_cast<int>(threadIdx.x) % kLanes * 8;
+  const int step = static_cast<int>(blockDim.x) / kLanes;
+  if (column >= kDim) return;
+  const T* source = x.at<const T>(row, head);
+  for (int r = static_cast<int>(threadIdx.x) / kLanes; r < padded; r += step) {
+    const bool valid = r < count && column < dim;
+    copy_async<16>(tile + r * kTileStride<kDim> + column, valid ? source + r * x.row_stride + column : source, valid);
+  }
+}
+
+// Chunks of keys and values pass through `slots` places in shared memory, each loaded while earlier ones are in use.
+// Every load is one group of copies, and so is a step without a load, so that the oldest can be waited for by count.
+template <class T, int kDim>
+struct KeyRing {
+  static constexpr int kSlotSize = 2 * kChunk * kTileStride<kDim>;
+
+  T* slots;
+  const Attention& a;
+  const Task& task;
+  int chunks;  // that this block reads
+
+  __device__ __forceinline__ T* keys(int chunk) const { return slots + chunk % a.slots * kSlotSize; }
+  __device__ __forceinline__ T* values(int chunk) const { return keys(chunk) + kSlotSize / 2; }
+
+  __device__ __forceinline__ void load(int chunk) const {
+    if (chunk < chunks) {
+      const int count = task.sequence.k_len - chunk * kChunk;
+      const int64_t row = task.sequence.k_start + chunk * kChunk;
+      load_rows<kDim>(keys(chunk), a.k, row, task.head, count, kChunk, a.dim);
+      load_rows<kDim>(values(chunk), a.v, row, task.head, count, kChunk, a.dim);
+    }
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void start() const {
+    for (int chunk = 0; chunk < a.slots; ++chunk) load(chunk);
+  }
+
+  // Makes a chunk, the next in order, visible to the block.
+  __device__ __forceinline__ void wait() const {
+    switch (a.slots) {
+      case 1:
+        wait_copies<0>();
+        break;
+      case 2:
+        wait_copies<1>();
+        break;
+      case 3:
+        wait_copies<2>();
+        break;
+      default:
+        wait_copies<kMaxSlots - 1>();
+    }
+    __syncthreads();
+  }
+
+  // Gives a used chunk's place to a later one.
+  __device__ __forceinline__ void advance(int chunk) const {
+    if (chunks > a.slots) __syncthreads();
+    load(chunk + a.slots);
+  }
+};
+
+// c (16 own rows x 32 other rows) += own * other^T over the padded head size.
+template <int kDim, class T>
+__device__ __forceinline__ void add_dots(float (&c)[kChunkTiles][4], const T* own, const T* other) {
+  constexpr int kStride = kTileStride<kDim>;
+  const int lane = threadIdx.x % kWarp;
+  const T* own_row = own + lane % 16 * kStride + lane / 16 * 8;
+  const T* other_row = other + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 8;
+#pragma unroll
+  for (int k = 0; k < kDim; k += 16) {
+    uint32_t a[4];
+    load_matrices(a, own_row + k);
+#pragma unroll
+    for (int t = 0; t < kChunkTiles; t += 2) {
+      uint32_t b[4];
+      load_matrices(b, other_row + t * 8 * kStride + k);
+      multiply_add(c[t], a, b[0], b[1], T());
+      multiply_add(c[t + 1], a, b[2], b[3], T());
+    }
+  }
+}
+
+// c (16 x 8 * kTiles) += a (16 x 16) * 16 rows of a tile, from a column on.
+template <int kTiles, class T>
+__device__ __forceinline__ void add_product(float (&c)[kTiles][4], const uint32_t (&a)[4], const T* rows, int stride) {
+  const int lane = threadIdx.x % kWarp;
+  const T* row = rows + lane % 16 * stride + lane / 16 * 8;
+#pragma unroll
+  for (int t = 0; t < kTiles; t += 2) {
+    uint32_t b[4];
+    load_matrices_transposed(b, row + t * 8);
+    multiply_add(c[t], a, b[0], b[1], T());
+    multiply_add(c[t + 1], a, b[2], b[3], T());
+  }
+}
+
+// Two neighbouring accumulators, rounded, as the left factor of a product over their 16 columns.
+template <class T>
+__device__ __forceinline__ void as_factor(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
+  a[0] = pack_pair(left[0], left[1], T());
+  a[1] = pack_pair(left[2], left[3], T());
+  a[2] = pack_pair(right[0], right[1], T());
+  a[3] = pack_pair(right[2], right[3], T());
+}
+
+// Writes 16 accumulated rows, row g times factor[0] and g + 8 times factor[1], of which `rows` and `columns` are real.
+// The four lanes of a row trade registers, a 4 x 4 transposition, so that each has 16 bytes to store.
+template <class T, int kTiles>
+__device__ __forceinline__ void store_rows(T* x, int64_t stride, int rows, int columns, const float (&c)[kTiles][4],
+                                           const float (&factor)[2]) {
+  const int lane = threadIdx.x % kWarp;
+  const int quad = lane % 4;
+#pragma unroll
+  for (int t = 0; t < kTiles; t += 4) {
+#pragma unroll
+    for (int half_tile = 0; half_tile < 2; ++half_tile) {
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = c[t + i] + half_tile * 2;
+        r[i] = pack_pair(pair[0] * factor[half_tile], pair[1] * factor[half_tile], T());
+      }
+#pragma unroll
+      for (int bit = 1; bit <= 2; bit *= 2) {
+        const bool upper = quad & bit;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i & bit) continue;
+          const uint32_t got = __shfl_xor_sync(kAllLanes, upper ? r[i] : r[i + bit], bit);
+          (upper ? r[i] : r[i + bit]) = got;
+        }
+      }
+      const int row = lane / 4 + half_tile * 8;
+      const int column = (t + quad) * 8;
+      if (row < rows && column < columns) {
+        *reinterpret_cast<uint4*>(x + row * stride + column) = make_uint4(r[0], r[1], r[2], r[3]);
+      }
+    }
+  }
+}
+
+// Over the four lanes that share a row.
+template <class Op>
+__device__ __forceinline__ float row_reduce(float x) {
+  return warp_reduce<Op, 4>(x);
+}
+
+// What the softmax gradient needs of rows g and g + 8 of a warp.
+struct RowPair {
+  float lse2[2];  // logarithm of the softmax sum to base 2
+  float delta[2];
+  int limit[2];  // keys seen, from the chunk's first key on
+};
+
+// In: scores (unscaled) and gradients of the probabilities after dropout. Out: s = probabilities as dropout let them
+// through, without its scale; d = gradient of the scaled scores. scale2 is the scale of scores over ln 2. With
+// sum_delta the chunk is the whole row, and the row's sum of dout * out is taken as that of probability times gradient:
+// out need not be read.
+__device__ __forceinline__ void softmax_gradient(float (&s)[kChunkTiles][4], float (&d)[kChunkTiles][4],
+                                                 const DropoutKey& dropout, int64_t row, int head, int chunk,
+                                                 float scale2, const RowPair& rows, bool sum_delta) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    Keep8 keep = {};
+    if (dropout.active()) keep = keep8_attention(dropout, row + h * 8, head, chunk, lane % 4);
+    float p[kChunkTiles * 2], dp[kChunkTiles * 2];
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kChunkTiles * 2; ++i) {
+      const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      p[i] = column < rows.limit[h] ? fast_exp2(s[i / 2][h * 2 + i % 2] * scale2 - rows.lse2[h]) : 0.f;
+      dp[i] = keep[i] ? d[i / 2][h * 2 + i % 2] * dropout.scale : 0.f;
+      sum += p[i] * dp[i];
+    }
+    const float delta = sum_delta ? row_reduce<Sum>(sum) : rows.delta[h];
+#pragma unroll
+    for (int i = 0; i < kChunkTiles * 2; ++i) {
+      s[i / 2][h * 2 + i % 2] = keep[i] ? p[i] : 0.f;
+      d[i / 2][h * 2 + i % 2] = p[i] * (dp[i] - delta);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Host side
+
+// Shared memory that a block of the tensor-core kernels may use, 0 where they do not apply: another type, head size or
+// alignment, or an older device. Two blocks should fit a multiprocessor of the newest devices.
+inline cudaError_t tensor_core_memory(int& limit, int dim, std::initializer_list<const TensorRef*> tensors) {
+  constexpr int kMaxDim = 256, kAlignment = 8, kHalfMultiprocessor = 113 * 1024;
+  limit = 0;
+  if (dim % kAlignment != 0 || dim > kMaxDim) return cudaSuccess;
+  for (const TensorRef* x : tensors) {
+    const bool half_type = x->dtype == DType::kFloat16 || x->dtype == DType::kBFloat16;
+    const bool aligned = aligned16(x->data) && x->strides[0] % kAlignment == 0 && x->strides[1] % kAlignment == 0;
+    if (!half_type || !aligned) return cudaSuccess;
+  }
+  int device = 0, major = 0, opt_in = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&opt_in, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error == cudaSuccess && major >= 8) limit = std::min(opt_in, kHalfMultiprocessor);
+  return error;
+}
+
+template <class Body>
+cudaError_t dispatch_half_type(DType dtype, Body&& body) {
+  return dtype == DType::kFloat16 ? body(Type<half>()) : body(Type<bfloat16>());
+}
+
+// Calls body(std::integral_constant<int, padded head size>()).
+template <class Body>
+cudaError_t dispatch_dim(int dim, Body&& body) {
+  if (dim <= 32) return body(std::integral_constant<int, 32>());
+  if (dim <= 64) return body(std::integral_constant<int, 64>());
+  if (dim <= 96) return body(std::integral_constant<int, 96>());
+  if (dim <= 128) return body(std::integral_constant<int, 128>());
+  if (dim <= 192) return body(std::integral_constant<int, 192>());
+  return body(std::integral_constant<int, 256>());
+}
+
+}  // namespace ls_train
