@@ -52,16 +52,17 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
                                        const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
                                        Activation activation, bool has_dbias) {
   __shared__ float scratch[kTileThreads * kWidth];
+  constexpr int kRows = kTileRows / 2;  // two input tensors
   const TileWalk walk = tile_walk<kWidth>();
   const int64_t used = used_rows(rows, n);
   const bool relu = activation == Activation::kRelu;
   const DropoutKey key = relu ? DropoutKey{} : dropout_key(dropout);
   float add[kWidth] = {}, dbias[1][kWidth] = {};
   if (bias != nullptr && walk.column < columns) load_floats(bias + walk.column, add);
-  for (int64_t first = walk.first; walk.column < columns && first < n; first += walk.step * kTileRows) {
-    Pack<T, kWidth> grads[kTileRows], values[kTileRows];
+  for (int64_t first = walk.first; walk.column < columns && first < n; first += walk.step * kRows) {
+    Pack<T, kWidth> grads[kRows], values[kRows];
 #pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       const int64_t row = first + r * walk.step;
       grads[r] = values[r] = zero_pack<T, kWidth>();
       if (row < used) {
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
       }
     }
 #pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       const int64_t row = first + r * walk.step;
       if (row >= n) break;
       keep_packed(grads[r]);

@@ -1,0 +1,109 @@
+// Dropout: Philox 4x32-10 as in ls_train/rng.py, which explains counters and lanes. The keep masks are equal bit for
+// bit.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "tensor_ref.h"
+
+namespace ls_train {
+
+struct Dropout {  // what the host knows, passed to kernels by value
+  const int64_t* seed;
+  uint32_t offset;
+  uint32_t threshold;  // lanes below it are dropped; 0: no dropout, seed is not read; 65536: everything is dropped
+  float scale;         // factor of kept elements
+};
+
+inline Dropout make_dropout(const TensorRef& seed, double p, int64_t offset) {
+  constexpr double kLevels = 65536.0;
+  const double dropped = std::nearbyint(p * kLevels);  // to even at ties, as Python's round
+  const double scale = dropped < kLevels ? kLevels / (kLevels - dropped) : 0.0;
+  return {seed.as<const int64_t>(), static_cast<uint32_t>(offset), static_cast<uint32_t>(dropped),
+          static_cast<float>(scale)};
+}
+
+struct DropoutKey {  // what a thread keeps in registers
+  uint32_t key0, key1, offset, threshold;
+  float scale;
+
+  __device__ __forceinline__ bool active() const { return threshold != 0; }
+};
+
+__device__ __forceinline__ DropoutKey dropout_key(const Dropout& dropout) {
+  const uint64_t seed = dropout.threshold != 0 ? static_cast<uint64_t>(*dropout.seed) : 0;
+  return {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), dropout.offset, dropout.threshold,
+          dropout.scale};
+}
+
+// Decisions for eight elements from one generator call; index with compile-time constants only.
+struct Keep8 {
+  uint32_t word[4];
+  uint32_t threshold;
+
+  __device__ __forceinline__ bool operator[](int lane) const {
+    const uint32_t w = word[lane / 2];
+    return (lane % 2 ? w >> 16 : w & 0xffffu) >= threshold;
+  }
+};
+
+__device__ __forceinline__ Keep8 keep8_plane(const DropoutKey& key, uint32_t plane, uint32_t row, uint32_t group) {
+  uint32_t c0 = group, c1 = row, c2 = plane, c3 = key.offset, k0 = key.key0, k1 = key.key1;
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c0;
+    const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
+    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(product1);
+    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(product0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}, key.threshold};
+}
+
+// Row-wise operators: elements 8 * group to 8 * group + 7 of a row.
+__device__ __forceinline__ Keep8 keep8(const DropoutKey& key, int64_t row, uint32_t group) {
+  return keep8_plane(key, static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32), static_cast<uint32_t>(row), group);
+}
+
+// Applies dropout to kWidth elements of a row; kWidth divides 8 and column is a multiple of it.
+template <int kWidth>
+__device__ __forceinline__ void drop(float (&x)[kWidth], const DropoutKey& key, int64_t row, int column) {
+  if (!key.active()) return;
+  Keep8 keep = keep8(key, row, static_cast<uint32_t>(column) / 8);
+  const int lane = column % 8;
+  if constexpr (kWidth == 4) {
+    keep.word[0] = lane == 0 ? keep.word[0] : keep.word[2];
+    keep.word[1] = lane == 0 ? keep.word[1] : keep.word[3];
+  } else if constexpr (kWidth == 1) {
+    const uint32_t low = lane < 4 ? keep.word[0] : keep.word[2];
+    const uint32_t high = lane < 4 ? keep.word[1] : keep.word[3];
+    const uint32_t word = lane % 4 < 2 ? low : high;
+    keep.word[0] = lane % 2 ? word >> 16 : word;
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) x[i] = keep[i] ? x[i] * key.scale : 0.f;
+}
+
+// Attention: lane 2t + i of the result decides key position 32 * block + 8 * t + 2 * quad + i, with 0 <= quad, t < 4
+// and i < 2. These are the accumulator columns of lane `quad` of a tensor-core row in four neighbouring 8-wide tiles.
+__device__ __forceinline__ Keep8 keep8_attention(const DropoutKey& key, int64_t row, int head, int block, int quad) {
+  return keep8_plane(key, static_cast<uint32_t>(head), static_cast<uint32_t>(row),
+                     static_cast<uint32_t>(block * 4 + quad));
+}
+
+// Lane of the Keep8 of (block, quad) = (j / 32, j % 8 / 2) that decides key position j, for paths that go key by key.
+__device__ __forceinline__ bool keep_attention(const DropoutKey& key, int64_t row, int head, int j) {
+  const Keep8 keep = keep8_attention(key, row, head, j / 32, j % 8 / 2);
+  bool kept = false;
+#pragma unroll
+  for (int lane = 0; lane < 8; ++lane) kept = lane == j % 32 / 8 * 2 + j % 2 ? keep[lane] : kept;
+  return kept;
+}
+
+}  // namespace ls_train
