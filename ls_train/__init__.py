@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
     from ls_train.layers.embedding import LSTransformerEmbeddingLayer
     from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
+    from ls_train.layers.memory_plan import memory_plan
     from ls_train.layers.transformer import LSTransformer, LSTransformerDecoder, LSTransformerEncoder
-    from ls_train.memory import memory_plan
     from ls_train.optim import FusedAdam
     from ls_train.optim.ls_adam import LSAdam
     from ls_train.packing import Packing
@@ -31,7 +31,7 @@ _HOMES = {
     "LSTransformerEncoder": ("ls_train.layers.transformer", "LSTransformerEncoder"),
     "LSTransformerEncoderLayer": ("ls_train.layers.encoder_layer", "LSTransformerEncoderLayer"),
     "Packing": ("ls_train.packing", "Packing"),
-    "memory_plan": ("ls_train.memory", "memory_plan"),
+    "memory_plan": ("ls_train.layers.memory_plan", "memory_plan"),
 }
 
 __all__ = [

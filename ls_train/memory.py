@@ -1,4 +1,4 @@
-"""Memory of the layers: the block a layer saves for its backward, the shared workspace, and a plan of both.
+"""Memory of the layers: the block a layer saves for its backward, and the shared workspace.
 
 Everything comes from torch's caching allocator. A layer call allocates its output and one saved block; all other
 intermediates live in the workspace of the device and stream it runs on.
@@ -28,6 +28,11 @@ class Field(NamedTuple):
     name: str
     columns: int
     statistics: bool = False
+
+
+def aligned(size: int) -> int:
+    """Return ``size`` bytes rounded up to the alignment of tensors inside a block or workspace."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def round_size(size: int) -> int:
@@ -80,7 +85,7 @@ class SavedBlock:
 
     def _bytes(self, field: Field) -> int:
         itemsize = (self._statistics if field.statistics else self.dtype).itemsize
-        return _aligned(self.rows * max(1, field.columns) * itemsize)
+        return aligned(self.rows * max(1, field.columns) * itemsize)
 
 
 class Workspace:
@@ -116,7 +121,8 @@ class Workspace:
         return self._storage.numel()
 
     def reserve(self, size: int) -> None:
-        """Grow to at least ``size`` bytes."""
+        """Grow so that ``size`` more bytes can be taken."""
+        size += self._used
         if size <= self.capacity:
             return
         if self.retain:
@@ -130,9 +136,10 @@ class Workspace:
         for size in reversed(shape):
             strides.append(count)
             count *= size
+        size = aligned(count * dtype.itemsize)
+        self.reserve(size)
         start = self._used
-        self._used = start + _aligned(count * dtype.itemsize)
-        self.reserve(self._used)
+        self._used = start + size
         base = self._typed.get(dtype)
         if base is None:
             base = self._typed[dtype] = self._storage.view(dtype)
@@ -143,10 +150,14 @@ _by_stream: dict[tuple[torch.device, int], Workspace] = {}
 _by_thread = threading.local()
 
 
-def workspace(like: Tensor) -> Workspace:
+def workspace(like: Tensor, size: int = 0) -> Workspace:
     """Return the workspace of the device of ``like`` and its current stream (its current thread on a CPU).
 
     Work of one stream is ordered, so that all layers, forward and backward, may share one.
+
+    Args:
+        like: any tensor on the device.
+        size: bytes the caller is going to take, so that the workspace grows at most once.
     """
     device = like.device
     if device.type == "cuda":
@@ -158,8 +169,5 @@ def workspace(like: Tensor) -> Workspace:
         space = spaces[key] = Workspace(device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         space.retain = True
+    space.reserve(size)
     return space
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

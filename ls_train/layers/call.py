@@ -7,7 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ls_train.memory import Workspace
+from ls_train.memory import Workspace, aligned
+from ls_train.ops.attention import attention_workspace
+from ls_train.ops.bias_activation_dropout import bias_activation_dropout_workspace
+from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
+from ls_train.ops.bias_dropout_add_layer_norm import bias_dropout_add_layer_norm_workspace
 
 SITES = 8
 """Dropout sites reserved for a layer: site s of the layer with ``rng_offset`` o is constant ``o + s``."""
@@ -57,3 +61,37 @@ class Call(NamedTuple):
 def floats(scratch: Workspace, count: int) -> Tensor:
     """Return ``count`` float32 numbers of scratch for an operator's column sums."""
     return scratch.take((count,), torch.float32)
+
+
+def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, block: int) -> int:
+    """Return the bytes of workspace that a layer's forward takes; ``block``: bytes of a block that is not saved."""
+    return aligned(rows * embed_dim * itemsize) + aligned(rows * ffn_dim * itemsize) + aligned(block)
+
+
+def backward_scratch(
+    rows: int, keys: int, embed_dim: int, ffn_dim: int, heads: int, itemsize: int, buffers: int
+) -> int:
+    """Return the bytes of workspace that a layer's backward takes.
+
+    Args:
+        rows: N.
+        keys: rows of the encoder's output, 0 without cross attention.
+        embed_dim: C.
+        ffn_dim: F.
+        heads: H.
+        itemsize: bytes of an activation.
+        buffers: number of (N, C) buffers that live through the whole backward.
+    """
+    matrix = aligned(rows * embed_dim * itemsize)
+    inner = 2 * aligned(rows * ffn_dim * itemsize)
+    head_dim = embed_dim // heads
+    sums = (
+        bias_dropout_add_workspace(rows, 3 * embed_dim),
+        attention_workspace(rows, heads, head_dim, rows),
+        attention_workspace(rows, heads, head_dim, keys),
+    )
+    return buffers * matrix + max(
+        inner + aligned(4 * bias_activation_dropout_workspace(rows, ffn_dim)),
+        matrix + aligned(3 * rows * embed_dim * itemsize) + aligned(4 * max(sums)),
+        aligned(4 * bias_dropout_add_layer_norm_workspace(rows, embed_dim)),
+    )

@@ -19,7 +19,7 @@ from ls_train.layers.attention import (
     self_attention_fields,
     self_attention_fwd,
 )
-from ls_train.layers.call import CROSS_OUTPUT, FFN_OUTPUT, SELF_OUTPUT, Call
+from ls_train.layers.call import CROSS_OUTPUT, FFN_OUTPUT, SELF_OUTPUT, Call, backward_scratch, forward_scratch
 from ls_train.layers.config import LayerConfig
 from ls_train.layers.cross_kv import cross_kv, finish_slice, gradient_slice
 from ls_train.layers.encoder_layer import EncoderLayerFunction, LSTransformerEncoderLayer
@@ -79,8 +79,8 @@ class DecoderLayerFunction(torch.autograd.Function):
         """Return the layer's output (N, C) for ``x`` (N, C), and ``kv`` itself; ``save``: a backward may follow."""
         p = DecoderParameters(*parameters)
         layout = _layout(x, p, call)
-        y = torch.empty_like(x)
-        with workspace(x) as scratch:
+        y, ffn_dim = torch.empty_like(x), p.fc1_weight.shape[0]
+        with workspace(x, forward_scratch(*x.shape, ffn_dim, x.itemsize, 0 if save else layout.size)) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
             saved = layout.views(block)
             projected = scratch.take(x.shape, x.dtype)
@@ -146,7 +146,8 @@ class DecoderLayerFunction(torch.autograd.Function):
         writer = GradientWriter(p._fields, parameters, ctx.leaves, ctx.needs_input_grad[4:])
         dy, dx = dy.contiguous(), torch.empty_like(x)
         columns = slice(call.layer * 2 * x.shape[1], (call.layer + 1) * 2 * x.shape[1])
-        with workspace(x) as scratch:
+        sizes = (x.shape[0], kv.shape[0], x.shape[1], p.fc1_weight.shape[0], call.heads, x.itemsize)
+        with workspace(x, backward_scratch(*sizes, 4 if call.normalize_before else 3)) as scratch:
             if ctx.needs_input_grad[3]:
                 dkv, dkv_slice, add = gradient_slice(dkv, kv, columns)
             else:

@@ -11,7 +11,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train.layers import modules, residual
 from ls_train.layers.attention import self_attention_bwd, self_attention_fields, self_attention_fwd
-from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call
+from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call, backward_scratch, forward_scratch
 from ls_train.layers.config import LayerConfig, from_preset
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
 from ls_train.layers.gradients import GradientWriter
@@ -59,8 +59,8 @@ class EncoderLayerFunction(torch.autograd.Function):
         """Return the layer's output (N, C) for ``x`` (N, C); ``save``: a backward may follow."""
         p = EncoderParameters(*parameters)
         layout = _layout(x, p, call)
-        y = torch.empty_like(x)
-        with workspace(x) as scratch:
+        y, ffn_dim = torch.empty_like(x), p.fc1_weight.shape[0]
+        with workspace(x, forward_scratch(*x.shape, ffn_dim, x.itemsize, 0 if save else layout.size)) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
             saved = layout.views(block)
             projected = scratch.take(x.shape, x.dtype)
@@ -96,7 +96,9 @@ class EncoderLayerFunction(torch.autograd.Function):
         saved = _layout(x, p, call).views(block)
         writer = GradientWriter(p._fields, parameters, ctx.leaves, ctx.needs_input_grad[3:])
         dy, dx = dy.contiguous(), torch.empty_like(x)
-        with workspace(x) as scratch:
+        buffers = 3 if call.normalize_before else 2
+        size = backward_scratch(x.shape[0], 0, x.shape[1], p.fc1_weight.shape[0], call.heads, x.itemsize, buffers)
+        with workspace(x, size) as scratch:
             dropped, dsum = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
             if call.normalize_before:
                 dnormed = scratch.take(x.shape, x.dtype)
