@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ls_train.ops import embedding
+from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch
+from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, row_count, run, seed_tensor
+from tests.kernels.test_dropout import kept
+
+WORDS, PLACES = 17, 23
+
+
+def random_ids(rows: int, device: str) -> tuple[Tensor, Tensor]:
+    """Return tokens, most of them repeated, and positions."""
+    return torch.randint(WORDS, (rows,)).to(device), torch.randint(PLACES, (rows,)).to(device)
+
+
+class TestLeaf(LeafContract):
+    # The gradient's ids are sorted: which of them are unused shows in their order, see test_gradient_skips_unused_rows.
+    row_arguments = frozenset({"y", "tokens", "positions", "dy"})
+
+    def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
+        rows, columns = 13, 24
+        tokens, positions = random_ids(rows, device)
+        weight, dweight = torch.randn(2, WORDS, columns, device=device).to(dtype)
+        table = torch.randn(PLACES, columns, device=device).to(dtype)
+        y, dy = torch.randn(2, rows, columns, device=device).to(dtype)
+        sorted_ids, order = tokens.sort(stable=True)
+        site = {"seed": seed_tensor(3, device), "rows": None, "scale": 4.0, "p": 0.3, "offset": 2}
+        no_dropout = site | {"seed": None, "p": 0.0}
+        forward = {"y": y, "tokens": tokens, "positions": positions, "weight": weight, "position_weight": table}
+        backward = {"dweight": dweight, "dy": dy, "order": order, "sorted_ids": sorted_ids, "accumulate": False}
+        return [
+            call("embedding_fwd", **forward, **site),
+            call("embedding_fwd", **forward | {"position_weight": None}, **no_dropout),
+            call("embedding_bwd", **backward, **site, padding_idx=1),
+            call("embedding_bwd", **backward, **no_dropout, padding_idx=-1),
+        ]
+
+    def test_unused_rows(self, device: str, dtype: torch.dtype) -> None:
+        """As for every operator, with the ids of the gradient sorted anew for the short call."""
+        total, used = 13, 9
+        forward, _, backward, _ = self.calls(device, dtype)
+        short = {k: v[:used] if k in self.row_arguments else v for k, v in forward[1].items()}
+        expected = run(*self.fresh(call("embedding_fwd", **short)))["y"]
+        name, arguments = self.fresh(forward)
+        for ids in ("tokens", "positions"):
+            arguments[ids][used:] = 1 << 40
+        actual = run(name, arguments | {"rows": row_count(used, device)})["y"]
+        assert not actual[used:].any()
+        assert torch.equal(actual[:used], expected)
+
+        tokens = forward[1]["tokens"]
+        sorted_ids, order = tokens[:used].sort(stable=True)
+        name, arguments = self.fresh(backward)
+        cut = {"dy": arguments["dy"][:used].clone(), "order": order, "sorted_ids": sorted_ids}
+        expected = run(name, arguments | cut)["dweight"].clone()
+        arguments["dy"][used:] = float("nan")
+        actual = run(name, arguments | {"rows": row_count(used, device)})["dweight"]
+        assert total > used
+        torch.testing.assert_close(actual, expected, rtol=0, atol=4 * torch.finfo(dtype).eps * 20)
+
+    test_unused_rows = on_every_type(test_unused_rows)
+
+
+@on_every_type
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("shape", ROW_SHAPES)
+def test_matches_torch(shape: tuple[int, int], p: float, device: str, dtype: torch.dtype) -> None:
+    tokens, positions = random_ids(shape[0], device)
+    weight = torch.randn(WORDS, shape[1], device=device).to(dtype)
+    table = torch.randn(PLACES, shape[1], device=device).to(dtype)
+    seed = seed_tensor(11, device)
+    assert_matches_torch(
+        lambda w, t: embedding(tokens, positions, w, t, 3.5, p, seed, 4, padding_idx=1, position_padding_idx=0),
+        lambda w, t: kept(
+            F.embedding(tokens, w, padding_idx=1) * 3.5 + F.embedding(positions, t, padding_idx=0), 11, 4, p
+        ),
+        (weight, table),
+    )
+
+
+@on_every_type
+def test_one_id_everywhere(device: str, dtype: torch.dtype) -> None:
+    """A thousand rows of one id are summed without losing the small ones to rounding."""
+    tokens = torch.full((1000,), 3, device=device)
+    weight = torch.randn(WORDS, 9, device=device).to(dtype)
+    assert_matches_torch(lambda w: embedding(tokens, tokens, w), lambda w: F.embedding(tokens, w), (weight,))
+
+
+@on_every_type
+def test_frozen_position_table(device: str, dtype: torch.dtype) -> None:
+    tokens, positions = random_ids(29, device)
+    table = torch.randn(PLACES, 16, device=device).to(dtype)
+    weight = torch.randn(WORDS, 16, device=device).to(dtype)
+    assert_matches_torch(
+        lambda w: embedding(tokens, positions, w, table.to(w.dtype), 2.0),
+        lambda w: F.embedding(tokens, w) * 2.0 + F.embedding(positions, table.to(w.dtype)),
+        (weight,),
+    )
+
+
+@on_every_type
+def test_ids_out_of_range(device: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(WORDS, 8, device=device).to(dtype)
+    for bad in (-1, WORDS, 1 << 40):
+        tokens = torch.tensor([0, bad, 2], device=device)
+        if device == "cpu":
+            message = f"embedding_fwd: argument tokens holds {bad}; ids must be between 0 and {WORDS - 1}"
+            with pytest.raises(IndexError, match=message):
+                embedding(tokens, tokens, weight)
+        else:
+            y = embedding(tokens, tokens, weight)
+            assert y.isnan().any(1).tolist() == [False, True, False]
+
+
+@on_every_type
+def test_gradient_is_exactly_zero_for_absent_and_padding_ids(device: str, dtype: torch.dtype) -> None:
+    tokens = torch.tensor([1, 5, 1, 5, 7], device=device)
+    weight = torch.randn(WORDS, 8, device=device).to(dtype).requires_grad_()
+    (grad,) = torch.autograd.grad(embedding(tokens, tokens, weight, padding_idx=1).sum(), weight)
+    assert grad.any(1).nonzero().flatten().tolist() == [5, 7]
+    assert_accurate(grad[5], torch.full((8,), 2.0, dtype=torch.float64, device=device), dtype)
+
+
+def test_gradcheck() -> None:
+    tokens, positions = random_ids(6, "cpu")
+    weight = torch.randn(WORDS, 2, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(PLACES, 1, dtype=torch.float64).repeat(1, 2).requires_grad_()
+    seed = torch.tensor([3])
+    assert torch.autograd.gradcheck(
+        lambda w: embedding(tokens, positions, w, table.detach(), 2.0, 0.3, seed, padding_idx=1), (weight,)
+    )
+    assert torch.autograd.gradcheck(
+        lambda t: embedding(tokens, positions, weight.detach(), t, 2.0, 0.3, seed, position_padding_idx=1), (table,)
+    )
+
+
+def test_errors() -> None:
+    weight, ids = torch.randn(5, 4), torch.tensor([1, 2])
+    with pytest.raises(TypeError, match="embedding: argument tokens has dtype torch.int32; convert it to torch.int64"):
+        embedding(ids.int(), ids, weight)
+    with pytest.raises(ValueError, match=r"argument positions has shape \(1,\); it needs \(2,\)"):
+        embedding(ids, ids[:1], weight)
+    with pytest.raises(ValueError, match=r"argument position_weight has shape \(9, 3\); it needs \(9, 4\)"):
+        embedding(ids, ids, weight, torch.randn(9, 3))

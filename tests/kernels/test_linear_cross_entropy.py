@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ls_train.ops import cross_entropy, linear_cross_entropy
+from ls_train.ops.linear_cross_entropy import chunk_rows
+from ls_train.params import FlatParameters
+from ls_train.testing import assert_matches_torch
+from tests.kernels.leaf_contract import on_every_type, row_count
+from tests.kernels.test_cross_entropy import IGNORE, native, random_target
+
+# (rows, columns, classes)
+SHAPES = ((0, 8, 5), (1, 4, 3), (3, 8, 7), (13, 24, 37), (37, 16, 129), (64, 32, 1000))
+
+
+def random_inputs(shape: tuple[int, int, int], device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns, classes = shape
+    x = torch.randn(rows, columns, device=device).to(dtype)
+    weight = torch.randn(classes, columns, device=device).mul(columns**-0.5).to(dtype)
+    return x, weight, random_target(rows, classes, device)
+
+
+@on_every_type
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_torch(shape: tuple[int, int, int], eps: float, device: str, dtype: torch.dtype) -> None:
+    x, weight, target = random_inputs(shape, device, dtype)
+    assert_matches_torch(
+        lambda x, w: linear_cross_entropy(x, w, target, eps, IGNORE).loss,
+        lambda x, w: native(x @ w.t(), target, eps).sum(),
+        (x, weight),
+    )
+
+
+@on_every_type
+def test_sums_of_the_separate_operator(device: str, dtype: torch.dtype) -> None:
+    x, weight, target = random_inputs((37, 16, 129), device, dtype)
+    expected = cross_entropy(x @ weight.t(), target, 0.1, IGNORE, count_correct=True)
+    for inputs in ((x, weight), (x.clone().requires_grad_(), weight)):
+        actual = linear_cross_entropy(*inputs, target, 0.1, IGNORE, count_correct=True)
+        torch.testing.assert_close(actual.loss.detach(), expected.loss.sum(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(actual.nll, expected.nll.sum(), rtol=1e-5, atol=0)
+        assert int(actual.correct) == int(expected.correct.sum())
+    assert linear_cross_entropy(x, weight, target).correct is None
+
+
+@on_every_type
+def test_unused_rows(device: str, dtype: torch.dtype) -> None:
+    x, weight, target = random_inputs((37, 16, 129), device, dtype)
+    used = 22  # ends inside a chunk, and a whole chunk is unused
+    results = []
+    for rows in (None, row_count(used, device)):
+        leaves = [x.clone(), weight.clone()] if rows is not None else [x[:used].clone(), weight.clone()]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        labels = target.clone() if rows is not None else target[:used]
+        labels[used:] = 1 << 40
+        loss = linear_cross_entropy(*leaves, labels, 0.1, IGNORE, rows).loss
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    (loss, dx, dweight), (cut_loss, cut_dx, cut_dweight) = results
+    close = {"rtol": 0, "atol": 40 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(cut_loss, loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(cut_dx[:used], dx, **close)
+    assert not cut_dx[used:].any()
+    torch.testing.assert_close(cut_dweight, dweight, **close)
+
+
+@on_every_type
+def test_loss_scale_beyond_float16(device: str, dtype: torch.dtype) -> None:
+    """The incoming gradient may be larger than float16 can hold, as long as the products fit."""
+    x, weight, target = random_inputs((13, 24, 37), device, dtype)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    loss = linear_cross_entropy(*leaves, target, 0.1, IGNORE).loss * 1e-3
+    plain = torch.autograd.grad(loss, leaves, retain_graph=True)
+    scaled = torch.autograd.grad(loss * 1e5, leaves)
+    for ours, theirs in zip(scaled, plain, strict=True):
+        assert ours.isfinite().all()
+        largest = float(theirs.abs().max())
+        difference = (ours.double() / 1e5 - theirs.double()).abs().max()
+        assert float(difference) <= 2 * torch.finfo(dtype).eps * largest
+
+
+@on_every_type
+def test_smoothing_gradient_survives_a_large_vocabulary(device: str, dtype: torch.dtype) -> None:
+    classes = 40000
+    x = torch.ones(8, 2, device=device, dtype=dtype)
+    weight = torch.zeros(classes, 2, device=device, dtype=dtype)
+    weight[0] = 30
+    target = torch.zeros(8, dtype=torch.int64, device=device)
+    weight.requires_grad_()
+    scale = 1024.0
+    (grad,) = torch.autograd.grad(linear_cross_entropy(x, weight, target, 0.1, IGNORE).loss * scale, weight)
+    expected = -scale * 8 * 0.1 / (classes - 1)
+    assert float((grad[1:].double() / expected - 1).abs().max()) < 2 * torch.finfo(dtype).eps + 1e-6
+
+
+@on_every_type
+def test_backward_twice_and_partly(device: str, dtype: torch.dtype) -> None:
+    x, weight, target = random_inputs((13, 24, 37), device, dtype)
+    x.requires_grad_()
+    loss = linear_cross_entropy(x, weight, target, 0.1, IGNORE).loss
+    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    weight.requires_grad_()
+    (alone,) = torch.autograd.grad(linear_cross_entropy(x.detach(), weight, target, 0.1, IGNORE).loss, weight)
+    loss = linear_cross_entropy(x, weight, target, 0.1, IGNORE).loss
+    assert torch.equal(torch.autograd.grad(loss, weight)[0], alone)
+
+
+@on_every_type
+def test_gradient_slot(device: str, dtype: torch.dtype) -> None:
+    x, weight, target = random_inputs((13, 24, 37), device, dtype)
+    plain = weight.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(linear_cross_entropy(x, plain, target, 0.1, IGNORE).loss, plain)
+    parameter = torch.nn.Parameter(weight)
+    flat = FlatParameters([parameter, torch.nn.Parameter(weight[0].clone())])
+    flat.direct_grads = True
+    for times in (1, 2):
+        linear_cross_entropy(x, parameter, target, 0.1, IGNORE).loss.backward()
+        grad = parameter.grad
+        assert grad.data_ptr() == flat.buffers[0].slot(parameter).tensor.data_ptr()
+        torch.testing.assert_close(grad, expected * times, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
+def test_holds_at_most_a_quarter_of_the_logits() -> None:
+    for rows in range(1, 200):
+        step = chunk_rows(rows)
+        assert 1 <= step <= max(1, rows // 4)
+    assert chunk_rows(0) == 0
+
+
+def test_gradcheck() -> None:
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    target = random_target(6, 5, "cpu")
+    assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, target, 0.2, IGNORE).loss, (x, weight))
+
+
+def test_errors() -> None:
+    x, weight, target = torch.randn(2, 4), torch.randn(5, 4), torch.tensor([1, 2])
+    with pytest.raises(
+        ValueError, match=r"linear_cross_entropy: argument weight has shape \(5, 3\); it needs \(5, 4\)"
+    ):
+        linear_cross_entropy(x, weight[:, :3], target)
+    with pytest.raises(TypeError, match="argument weight has dtype torch.float16; convert it to torch.float32"):
+        linear_cross_entropy(x, weight.half(), target)
+    with pytest.raises(IndexError, match="argument target holds 9"):
+        linear_cross_entropy(x, weight, torch.tensor([1, 9]))
