@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerConfig, TransformerModel, transformer_legacy
 from torch import Tensor, nn
 
-from fairseq_plugin import packed
 from fairseq_plugin.decoder import LSTransformerDecoder
 from fairseq_plugin.encoder import LSTransformerEncoder
 from fairseq_plugin.model_options import decoder_reasons, encoder_reasons
+from ls_train import rng
 from ls_train.packing import Packing
 
 logger = logging.getLogger(__name__)
@@ -49,12 +50,12 @@ class LSTransformerModel(TransformerModel):
         cfg = TransformerConfig.from_namespace(args)
         if _is_reference("decoder", decoder_reasons(cfg)):
             return super().build_decoder(cfg, tgt_dict, embed_tokens)
-        return LSTransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+        return LSTransformerDecoder(cfg, tgt_dict, embed_tokens)
 
     @property
     def supports_packed_features(self) -> bool:
-        """Whether ``packed_features=True`` works: the decoder is fused and its output is a projection."""
-        return isinstance(self.decoder, LSTransformerDecoder) and self.decoder.adaptive_softmax is None
+        """Whether ``packed_features=True`` works: the decoder is fused."""
+        return isinstance(self.decoder, LSTransformerDecoder)
 
     def forward(
         self,
@@ -88,39 +89,53 @@ class LSTransformerModel(TransformerModel):
         """
         if packed_features and not self.supports_packed_features:
             raise ValueError(
-                "packed_features needs the fused decoder and a plain output projection; check supports_packed_features"
+                "packed_features needs the fused decoder, which the model's options excluded; check "
+                "supports_packed_features first"
             )
-        if self._is_fused and alignment_layer is None and not return_all_hiddens and not self._needs_attention:
-            seed = packed.draw_seed(self.encoder)
-            source, target = packed.packings(self.decoder.padding_idx, src_tokens, prev_output_tokens)
-            memory = self.encoder.forward_packed(src_tokens, source, seed)
-            features = self.decoder.forward_packed(prev_output_tokens, target, memory, source, seed)
-            if packed_features:
-                return features, target, self.decoder.output_projection.weight
-            x, extra = target.unpack(features), {"attn": [None], "inner_states": []}
-            return x if features_only else self.decoder.output_layer(x), extra
-        encoder_out = self.encoder(src_tokens, src_lengths=src_lengths, return_all_hiddens=return_all_hiddens)
-        features, extra = self.decoder(
-            prev_output_tokens,
-            encoder_out=encoder_out,
-            features_only=features_only or packed_features,
-            alignment_layer=alignment_layer,
-            alignment_heads=alignment_heads,
-            src_lengths=src_lengths,
-            return_all_hiddens=return_all_hiddens,
-        )
-        if packed_features:
-            target = packed.packings(self.decoder.padding_idx, prev_output_tokens)[0]
-            return target.pack(features), target, self.decoder.output_projection.weight
-        return features, extra
+        fused = isinstance(self.encoder, LSTransformerEncoder) and isinstance(self.decoder, LSTransformerDecoder)
+        if fused and not return_all_hiddens and not self.decoder.wants_attention(alignment_layer):
+            seed = self._draw_seed(src_tokens.device)
+            source, target = _packings(self.decoder.padding_idx, src_tokens, prev_output_tokens)
+            memory = self.encoder.forward_packed(source.pack(src_tokens), source, seed)
+            x = self.decoder.forward_packed(target.pack(prev_output_tokens), target, memory, source, seed)
+            if not packed_features:
+                x, extra = target.unpack(x), {"attn": [None], "inner_states": []}
+                return x if features_only else self.decoder.output_layer(x), extra
+        else:
+            encoder_out = self.encoder(src_tokens, src_lengths=src_lengths, return_all_hiddens=return_all_hiddens)
+            x, extra = self.decoder(
+                prev_output_tokens,
+                encoder_out=encoder_out,
+                features_only=features_only or packed_features,
+                alignment_layer=alignment_layer,
+                alignment_heads=alignment_heads,
+                src_lengths=src_lengths,
+                return_all_hiddens=return_all_hiddens,
+            )
+            if not packed_features:
+                return x, extra
+            (target,) = _packings(self.decoder.padding_idx, prev_output_tokens)
+            x = target.pack(x)
+        return x, target, self.decoder.output_projection.weight
 
-    @property
-    def _is_fused(self) -> bool:
-        return isinstance(self.encoder, LSTransformerEncoder) and isinstance(self.decoder, LSTransformerDecoder)
+    def _draw_seed(self, device: torch.device) -> Tensor | None:
+        """Return one seed for all dropout masks of a forward, None where nothing is dropped.
 
-    @property
-    def _needs_attention(self) -> bool:
-        return self.decoder.need_attn and not self.training
+        Without dropout torch's generator is left alone, so that LayerDrop draws what it draws in fairseq.
+        """
+        cfg = self.cfg
+        drops = cfg.dropout or cfg.attention_dropout or cfg.activation_dropout or cfg.relu_dropout
+        return rng.draw_seed(device) if self.training and drops else None
+
+
+def _packings(padding_idx: int, *batches: Tensor) -> list[Packing]:
+    """Return the packing of each int64 (B, T) batch; batches on a GPU cost one synchronisation together."""
+    masks = [batch.eq(padding_idx) for batch in batches]
+    parts = torch.cat([mask.flatten() for mask in masks]).cpu().split([mask.numel() for mask in masks])
+    return [
+        Packing.from_padding_mask(part.view(batch.shape), *batch.shape, batch.device)
+        for part, batch in zip(parts, batches, strict=True)
+    ]
 
 
 def _is_reference(side: str, reasons: list[str]) -> bool:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fairseq.data import Dictionary
+
+from ls_train.layers.config import TransformerConfig
+
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """fairseq's activation functions that the layers compute, with the layers' names."""
 
@@ -22,6 +26,8 @@ def decoder_reasons(cfg: Any) -> list[str]:
     reasons = _shared_reasons(cfg) + _attention_reasons("decoder", cfg.decoder)
     if cfg.cross_self_attention:
         reasons.append("--cross-self-attention")
+    if cfg.adaptive_softmax_cutoff is not None:
+        reasons.append("--adaptive-softmax-cutoff")
     if cfg.base_layers:
         reasons.append("--base-layers")
     for size in ("input_dim", "output_dim"):
@@ -53,6 +59,41 @@ def _attention_reasons(side: str, cfg: Any) -> list[str]:
     return [f"--{side}-xformers-att-config"] if cfg.xformers_att_config else []
 
 
-def activation_dropout(cfg: Any) -> float:
-    """Return the dropout after activations; ``--relu-dropout`` of old checkpoints stands in for it."""
-    return float(cfg.activation_dropout or cfg.relu_dropout or 0.0)
+def layer_config(cfg: Any, dictionary: Dictionary) -> TransformerConfig:
+    """Return what the fused layers take for fairseq's TransformerConfig ``cfg`` and one side's dictionary."""
+    return TransformerConfig(
+        vocab_size=len(dictionary),
+        hidden_size=cfg.decoder.embed_dim,
+        padding_idx=dictionary.pad(),
+        attn_prob_dropout_ratio=float(cfg.attention_dropout),
+        # --relu-dropout of old checkpoints stands in for --activation-dropout.
+        activation_dropout_ratio=float(cfg.activation_dropout or cfg.relu_dropout or 0.0),
+        hidden_dropout_ratio=float(cfg.dropout),
+        activation_fn=ACTIVATIONS[cfg.activation_fn],
+        max_seq_len=cfg.max_target_positions,
+        source_max_seq_len=cfg.max_source_positions,
+        learned_positions=cfg.decoder.learned_pos,
+        source_learned_positions=cfg.encoder.learned_pos,
+        positions=not cfg.no_token_positional_embeddings,
+        scale_embedding=not cfg.no_scale_embedding,
+        layer_norm_embedding=cfg.layernorm_embedding,
+        share_decoder_input_output_embed=cfg.share_decoder_input_output_embed,
+        encoder_layerdrop=float(cfg.encoder.layerdrop),
+        decoder_layerdrop=float(cfg.decoder.layerdrop),
+        cross_attention=not cfg.no_cross_attention,
+        decoder_final_norm=not cfg.no_decoder_final_norm,
+        checkpoint_activations=cfg.checkpoint_activations,
+        num_encoder_layer=cfg.encoder.layers,
+        num_decoder_layer=cfg.decoder.layers,
+        encoder_layer=_layer_sizes(cfg.encoder),
+        decoder_layer=_layer_sizes(cfg.decoder),
+    )
+
+
+def _layer_sizes(side: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": side.embed_dim,
+        "intermediate_size": side.ffn_embed_dim,
+        "nhead": side.attention_heads,
+        "pre_layer_norm": side.normalize_before,
+    }
