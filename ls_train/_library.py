@@ -8,6 +8,7 @@ implementation is empty.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ NAMESPACE = "ls_train"
 _definitions = torch.library.Library(NAMESPACE, "DEF")
 _cuda_loaders: torch.library.Library | None = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
 _schemas: dict[str, str] = {}
+_load_lock = threading.RLock()
 
 
 def define(name: str, schema: str) -> None:
@@ -64,16 +66,25 @@ def load_cuda_library() -> None:
 
     Raises:
         ls_train.build.BuildError: no compiler was found or the build failed; the message says what to do.
+        OSError: the library was built but cannot be loaded; the next call tries again.
     """
     global _cuda_loaders
-    if _cuda_loaders is None:
-        return
-    from ls_train import build
+    with _load_lock:
+        if _cuda_loaders is None:
+            return
+        from ls_train import build
 
-    path = build.library_path()
-    _cuda_loaders._destroy()
-    _cuda_loaders = None
-    torch.ops.load_library(path)
+        path = build.library_path()
+        # The library registers its kernels where the loaders are: they have to go first.
+        _cuda_loaders._destroy()
+        _cuda_loaders = None
+        try:
+            torch.ops.load_library(path)
+        except OSError:
+            _cuda_loaders = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
+            for name in _schemas:
+                _cuda_loaders.impl(name, _loader(name))
+            raise
 
 
 def _fake(*args: Any, **kwargs: Any) -> None:

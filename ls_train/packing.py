@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
     """Where the rows of a packed tensor come from.
 

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ls_train.ops import adam, adam_prepare
+from ls_train.ops._arguments import statistics_dtype
+from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type
+
+BETA1, BETA2, EPS, DECAY, LR, NEXT_LR = 0.9, 0.98, 1e-8, 0.01, 1e-2, 3e-3
+
+
+def state(size: int, device: str, dtype: torch.dtype, bounds: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return the arguments of one Adam step at step 1 for ``size`` parameters, cut into slots at ``bounds``."""
+    wide = statistics_dtype(dtype)
+    master = torch.randn(size, device=device).to(wide)
+    slots = len(bounds) + 1
+    return {
+        "param": master.to(dtype),
+        "master": master if dtype.itemsize == 2 else None,
+        "exp_avg": torch.zeros(size, dtype=wide, device=device),
+        "exp_avg_sq": torch.zeros(size, dtype=wide, device=device),
+        "grad": torch.randn(size, device=device).to(dtype),
+        "segments": torch.tensor([0, *bounds, size], device=device),
+        "segment_group": torch.zeros(slots, dtype=torch.int32, device=device),
+        "segment_step": torch.ones(slots, dtype=torch.int64, device=device),
+        "active": None,
+        "hyper": torch.tensor([[BETA1, BETA2, EPS, DECAY, LR, NEXT_LR]], dtype=torch.float64, device=device),
+        "update": torch.tensor([1, 1], device=device),
+        "grad_scale": None,
+        "found_inf": None,
+    }
+
+
+def one(value: float, device: str) -> Tensor:
+    return torch.full((1,), float(value), device=device)
+
+
+def values(arguments: dict[str, Any]) -> Tensor:
+    """Return the full-precision parameters."""
+    return arguments["param"] if arguments["master"] is None else arguments["master"]
+
+
+def assert_close(arguments: dict[str, Any], expected: Tensor) -> None:
+    actual = values(arguments)
+    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=2e-6, atol=2e-6)
+    if arguments["master"] is not None:
+        assert torch.equal(arguments["param"], arguments["master"].to(arguments["param"].dtype))
+
+
+class TestLeaf(LeafContract):
+    read_write = frozenset({"param", "master", "exp_avg", "exp_avg_sq", "segment_step", "update"})
+
+    def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
+        plain = state(5003, device, dtype, (17, 17, 2000))
+        plain |= {"decoupled_decay": True, "bias_correction": True, "eps_after_correction": False}
+        full = dict(plain)
+        full["active"] = torch.tensor([1, 1, 0, 1], dtype=torch.uint8, device=device)
+        full |= {"grad_scale": one(0.5, device), "found_inf": one(0, device), "decoupled_decay": False}
+        full |= {"eps_after_correction": True, "segment_step": torch.tensor([3, 1, 2, 7], device=device)}
+        scalars = {name: one(2.0, device) for name in ("norm", "multiplier")}
+        prepare = {
+            "segment_step": full["segment_step"], "update": full["update"], "grad_scale": one(0, device),
+            "active": full["active"], "found_inf": one(0, device), "max_norm": 1.0,
+        }  # fmt: skip
+        return [call("adam", **plain), call("adam", **full), call("adam_prepare", **prepare, **scalars)]
+
+
+@on_every_type
+@pytest.mark.parametrize("eps_after_correction", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_five_steps_of_the_formula(
+    decoupled: bool, bias_correction: bool, eps_after_correction: bool, device: str, dtype: torch.dtype
+) -> None:
+    arguments = state(37, device, dtype)
+    p = values(arguments).double().clone()
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for step in range(1, 6):
+        arguments["grad"].copy_(torch.randn(37))
+        arguments["segment_step"].fill_(step)
+        adam(
+            **arguments,
+            decoupled_decay=decoupled,
+            bias_correction=bias_correction,
+            eps_after_correction=eps_after_correction,
+        )
+        g = arguments["grad"].double()
+        if decoupled:
+            p = p - LR * DECAY * p
+        else:
+            g = g + DECAY * p
+        m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
+        first, second = (1 - BETA1**step, 1 - BETA2**step) if bias_correction else (1, 1)
+        if eps_after_correction:
+            p = p - LR / first * m / ((v / second).sqrt() + EPS)
+        else:
+            p = p - LR * math.sqrt(second) / first * m / (v.sqrt() + EPS)
+        assert_close(arguments, p)
+    torch.testing.assert_close(arguments["exp_avg"].double(), m, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(arguments["exp_avg_sq"].double(), v, rtol=1e-5, atol=1e-6)
+
+
+@on_every_type
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_matches_torch_optim(decoupled: bool, device: str, dtype: torch.dtype) -> None:
+    arguments = state(1001, device, dtype)
+    theirs = values(arguments).clone().requires_grad_()
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([theirs], lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY)
+    for step in range(1, 6):
+        arguments["grad"].copy_(torch.randn(1001))
+        arguments["segment_step"].fill_(step)
+        adam(**arguments, decoupled_decay=decoupled, eps_after_correction=True)
+        theirs.grad = arguments["grad"].to(theirs.dtype)
+        optimizer.step()
+        assert_close(arguments, theirs.detach())
+
+
+@on_every_type
+def test_every_element_of_every_size(device: str, dtype: torch.dtype) -> None:
+    powers = [2**k + d for k in range(13, 18) for d in (-1, 0, 1)]
+    step = 1 if device == "cuda" else 13
+    for size in [*range(1, 70), *range(70, 5001, step), *powers]:
+        arguments = state(size, device, dtype)
+        arguments["grad"].fill_(1)
+        before = values(arguments).clone()
+        adam(**arguments)
+        # The first step moves every element by lr, whatever its gradient, and decays it.
+        assert_close(arguments, before * (1 - LR * DECAY) - LR)
+        assert bool((arguments["exp_avg"] != 0).all()), size
+
+
+@on_every_type
+def test_inactive_slots_keep_their_bits(device: str, dtype: torch.dtype) -> None:
+    bounds = (1, 8, 9, 300, 301, 1024)
+    arguments = state(1500, device, dtype, bounds)
+    arguments["grad"][8:300] = float("nan")
+    arguments["active"] = torch.tensor([1, 1, 0, 0, 1, 1, 0], dtype=torch.uint8, device=device)
+    tensors = {k: arguments[k] for k in ("param", "master", "exp_avg", "exp_avg_sq") if arguments[k] is not None}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    adam(**arguments)
+    on = torch.zeros(1500, dtype=torch.bool)
+    on[:8] = on[300:1024] = True
+    for name in tensors:
+        changed = (tensors[name] != before[name]).cpu()
+        assert not changed[~on].any(), f"{name} of an inactive slot changed"
+        if name != "param":
+            assert changed[on].all(), f"{name} of an active slot was left out"
+
+
+@on_every_type
+def test_slots_have_their_own_group_and_step(device: str, dtype: torch.dtype) -> None:
+    bounds = (5, 77, 78)
+    arguments = state(200, device, dtype, bounds)
+    arguments["hyper"] = torch.tensor(
+        [[0.9, 0.98, 1e-8, 0.0, 0.1, 0.2], [0.8, 0.99, 1e-6, 0.1, 0.01, 0.02]], dtype=torch.float64, device=device
+    )
+    arguments["segment_group"] = torch.tensor([0, 1, 0, 1], dtype=torch.int32, device=device)
+    arguments["segment_step"] = torch.tensor([1, 2, 3, 9], device=device)
+    expected = []
+    for slot, (start, end) in enumerate(zip((0, *bounds), (*bounds, 200), strict=True)):
+        beta1, beta2, eps, decay, lr, _ = arguments["hyper"][slot % 2].tolist()
+        step = int(arguments["segment_step"][slot])
+        p, g = values(arguments)[start:end].double(), arguments["grad"][start:end].double()
+        m, v = (1 - beta1) * g, (1 - beta2) * g * g
+        factor = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        expected.append(p * (1 - lr * decay) - factor * m / (v.sqrt() + eps))
+    adam(**arguments)
+    assert_close(arguments, torch.cat(expected))
+
+
+@on_every_type
+def test_overflow_changes_nothing(device: str, dtype: torch.dtype) -> None:
+    arguments = state(333, device, dtype)
+    arguments["grad"][5] = float("inf")
+    arguments["found_inf"] = one(1, device)
+    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
+    adam_prepare(arguments["segment_step"], arguments["update"], one(0, device), found_inf=arguments["found_inf"])
+    adam(**arguments)
+    for name, tensor in before.items():
+        assert torch.equal(arguments[name].nan_to_num(), tensor.nan_to_num()), f"{name} changed"
+
+
+@on_every_type
+@pytest.mark.parametrize("done, meant, lr", [(1, 1, LR), (1, 2, LR), (2, 1, NEXT_LR), (9, 1, NEXT_LR)])
+def test_learning_rate_follows_the_update_counter(
+    done: int, meant: int, lr: float, device: str, dtype: torch.dtype
+) -> None:
+    arguments = state(9, device, dtype)
+    arguments["update"] = torch.tensor([done, meant], device=device)
+    arguments["grad"].fill_(1)
+    before = values(arguments).clone()
+    adam(**arguments)
+    assert_close(arguments, before * (1 - lr * DECAY) - lr)
+
+
+@on_every_type
+def test_gradient_factor(device: str, dtype: torch.dtype) -> None:
+    scaled, plain = state(99, device, dtype), state(99, device, dtype)
+    for name in ("param", "grad"):
+        plain[name] = scaled[name].clone()
+    plain["master"] = None if scaled["master"] is None else scaled["master"].clone()
+    scaled["grad"] = scaled["grad"] * 8
+    scaled["grad_scale"] = one(0.125, device)
+    adam(**scaled)
+    adam(**plain)
+    torch.testing.assert_close(values(scaled), values(plain), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize(
+    "norm, multiplier, max_norm",
+    [(4.0, None, 0.0), (4.0, 0.5, 0.0), (4.0, None, 1.0), (4.0, 0.5, 1.0), (0.1, 0.5, 1.0)],
+)
+@pytest.mark.parametrize("overflow", [None, 0.0, 1.0])
+def test_prepare(norm: float, multiplier: float | None, max_norm: float, overflow: float | None, device: str) -> None:
+    steps = torch.tensor([4, 0, 9], device=device)
+    update, scale = torch.tensor([7, 8], device=device), one(-1, device)
+    adam_prepare(
+        steps,
+        update,
+        scale,
+        torch.tensor([1, 0, 1], dtype=torch.uint8, device=device),
+        one(norm, device),
+        None if overflow is None else one(overflow, device),
+        None if multiplier is None else one(multiplier, device),
+        max_norm,
+    )
+    assert steps.tolist() == ([4, 0, 9] if overflow else [5, 0, 10])
+    assert update.tolist() == ([7, 8] if overflow else [8, 8])
+    factor = multiplier or 1.0
+    expected = factor * (min(1.0, max_norm / (norm * factor + 1e-6)) if max_norm > 0 else 1.0)
+    assert float(scale) == pytest.approx(expected, rel=1e-6)
+
+
+def test_prepare_without_optional_tensors() -> None:
+    steps, update, scale = torch.tensor([4, 0]), torch.tensor([0, 1]), one(-1, "cpu")
+    adam_prepare(steps, update, scale)
+    assert (steps.tolist(), update.tolist(), float(scale)) == ([5, 1], [1, 1], 1.0)
+
+
+def test_errors() -> None:
+    arguments = state(9, "cpu", torch.float32)
+    with pytest.raises(ValueError, match="adam: argument master must be None with param of dtype torch.float32"):
+        adam(**arguments | {"master": torch.zeros(9)})
+    with pytest.raises(ValueError, match="adam: argument master is missing with param of dtype torch.float16"):
+        adam(**state(9, "cpu", torch.float16) | {"master": None})
+    with pytest.raises(ValueError, match=r"adam: argument hyper has shape \(1, 5\); it needs \(1, 6\)"):
+        adam(**arguments | {"hyper": torch.zeros(1, 5, dtype=torch.float64)})
+    with pytest.raises(ValueError, match="adam_prepare: argument norm is missing with max_norm = 1.0"):
+        adam_prepare(torch.tensor([0]), torch.tensor([0, 0]), torch.zeros(1), max_norm=1.0)
