@@ -246,6 +246,13 @@ bool packs_fit(int64_t columns, const Pointers*... pointers) {
   return columns % kPackWidth<T> == 0 && (aligned16(pointers) && ...);
 }
 
+// Multiprocessors of the current device, for grids that only have to fill it.
+inline int multiprocessors() {
+  int device = 0, count = 1;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
 // Whether the current device can give kKernel `bytes` of dynamic shared memory; raises the kernel's limit to all that
 // the device has the first time it is asked on a device, because that call costs microseconds.
 template <auto kKernel>
