@@ -52,7 +52,7 @@ quickstart_flags() {
     cpu)
       small_model 2 192 512 4
       FLAGS=("${COMMON[@]}" "${MODEL[@]}" --cpu --dropout 0.1 --lr 3e-3 --warmup-updates 100 --clip-norm 1.0
-        --max-tokens 1000 --max-update 1100 --validate-interval-updates 200)
+        --max-tokens 1000 --max-update 1000 --validate-interval-updates 200)
       ;;
     gpu)
       small_model 4 512 2048 8

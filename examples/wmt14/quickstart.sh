@@ -4,12 +4,12 @@
 #
 #   WORK     where to write                                  (examples/wmt14/work)
 #   ENGINE   ls, or fairseq for the same run without ls_train (ls)
-#   HOURS    stop training after so many hours at the latest (0.07: four minutes)
+#   HOURS    stop training after so many hours at the latest (0.085: five minutes)
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 work=${WORK:-$here/work}
 engine=${ENGINE:-ls}
-hours=${HOURS:-0.07}
+hours=${HOURS:-0.085}
 python=$(command -v python || command -v python3)
 source "$here/flags.sh"
 select_engine "$engine"
