@@ -70,7 +70,7 @@ class DynamicLossScale:
         after_success = torch.where(grow, self.scale * self.scale_factor, self.scale)
         counters = torch.cat(
             [
-                iteration + (~exhausted).to(torch.int64),
+                iteration + 1,
                 torch.where(overflow, iteration, last_overflow),
                 torch.where(shrink | grow, iteration, last_rescale),
                 torch.where(shrink, 0, torch.where(overflow, overflows_now, overflows)),

@@ -231,7 +231,17 @@ def test_moved_parameters_are_updated_one_by_one(caplog):
     assert_same_parameters(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_half_after_building_gets_masters(caplog):
+def test_masters_survive_a_move():
+    model, reference = network(dtype=torch.bfloat16), network(dtype=torch.bfloat16)
+    optimizer, peer = FusedAdam(model.parameters(), 1e-4), FusedAdam(reference.parameters(), 1e-4)
+    train(model, optimizer, range(3)), train(reference, peer, range(3))
+    model[0].weight.data = model[0].weight.data.clone()
+    train(model, optimizer, range(3, 6)), train(reference, peer, range(3, 6))
+    for moved, stayed in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(optimizer.state[moved]["master"], peer.state[stayed]["master"])
+
+
+def test_half_after_building_gets_masters():
     model, reference = network(), network()
     optimizer, peer = FusedAdam(model.parameters(), 1e-3), FusedAdam(reference.parameters(), 1e-3)
     train(model, optimizer, range(2)), train(reference, peer, range(2))
