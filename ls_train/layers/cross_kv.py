@@ -9,6 +9,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,19 @@ from ls_train.layers.residual import column_sums
 from ls_train.memory import workspace
 from ls_train.packing import Packing
 
-_MARK = "_kv_gradient_slices"
+_MARK = "_kv_gradient_chain"
+
+
+class _Chain(NamedTuple):
+    """Mark on a gradient buffer of this module.
+
+    Attributes:
+        written: first columns of the slices that hold something, None if any may.
+        version: version of the tensor when the last layer handed it on; autograd may add to it on the way.
+    """
+
+    written: frozenset[int] | None
+    version: int
 
 
 class CrossKVFunction(torch.autograd.Function):
@@ -56,35 +69,40 @@ class CrossKVFunction(torch.autograd.Function):
         return None, dmemory, *writer.finish()
 
 
-def gradient_slice(dkv: Tensor | None, kv: Tensor, columns: slice) -> tuple[Tensor, Tensor, bool]:
-    """Return the buffer for the gradient of ``kv``, the slice of it to write, and whether to add the slice after all.
+def gradient_slice(dkv: Tensor | None, kv: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Return the buffer for the gradient of ``kv``, and where to write the slice ``columns`` of it.
+
+    The target is the slice itself while the buffer holds nothing but what layers of this chain wrote into other
+    slices. Otherwise (keys and values were used elsewhere too) it is a separate tensor, which :func:`finish_slice` adds.
 
     Args:
         dkv: gradient that later layers handed on, or None.
         kv: the keys and values, for the shape.
         columns: the layer's slice.
-
-    Returns:
-        (buffer, target (Ns, 2C), add). With ``add`` the target is a separate tensor, to be added to the slice by
-        :func:`finish_slice`: the gradient did not come, untouched, from layers of this chain, so it may not be
-        overwritten.
     """
     if dkv is None:
         buffer = torch.zeros_like(kv)
-        return buffer, buffer[:, columns], False
-    slices, version = getattr(dkv, _MARK, ((), None))
-    if version == dkv._version and columns.start not in slices:
-        return dkv, dkv[:, columns], False
-    buffer = dkv.clone(memory_format=torch.contiguous_format)
-    return buffer, torch.empty_like(buffer[:, columns], memory_format=torch.contiguous_format), True
+        setattr(buffer, _MARK, _Chain(frozenset(), buffer._version))
+        return buffer, buffer[:, columns]
+    chain = getattr(dkv, _MARK, None)
+    if chain is None or chain.version != dkv._version:
+        # Not ours, or somebody added to it: it may be in use elsewhere.
+        dkv = dkv.clone(memory_format=torch.contiguous_format)
+        chain = _Chain(None, dkv._version)
+        setattr(dkv, _MARK, chain)
+    if chain.written is not None and columns.start not in chain.written:
+        return dkv, dkv[:, columns]
+    return dkv, dkv.new_empty(dkv.shape[0], columns.stop - columns.start)
 
 
-def finish_slice(buffer: Tensor, target: Tensor, columns: slice, add: bool) -> Tensor:
-    """Return ``buffer`` after the slice was written, marked so that the next layer of the chain may write in place."""
-    if add:
+def finish_slice(buffer: Tensor, target: Tensor, columns: slice) -> Tensor:
+    """Return ``buffer`` after ``target`` of :func:`gradient_slice` was written."""
+    written = getattr(buffer, _MARK).written
+    if target.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
         buffer[:, columns].add_(target)
-    slices = getattr(buffer, _MARK, ((), None))[0]
-    setattr(buffer, _MARK, ((*slices, columns.start), buffer._version))
+    elif written is not None:
+        written |= {columns.start}
+    setattr(buffer, _MARK, _Chain(written, buffer._version))
     return buffer
 
 

@@ -149,9 +149,9 @@ class DecoderLayerFunction(torch.autograd.Function):
         sizes = (x.shape[0], kv.shape[0], x.shape[1], p.fc1_weight.shape[0], call.heads, x.itemsize)
         with workspace(x, backward_scratch(*sizes, 4 if call.normalize_before else 3)) as scratch:
             if ctx.needs_input_grad[3]:
-                dkv, dkv_slice, add = gradient_slice(dkv, kv, columns)
+                dkv, dkv_slice = gradient_slice(dkv, kv, columns)
             else:
-                dkv, dkv_slice, add = None, scratch.take((kv.shape[0], 2 * x.shape[1]), x.dtype), False
+                dkv, dkv_slice = None, scratch.take((kv.shape[0], 2 * x.shape[1]), x.dtype)
             dropped, dsum, dresidual = (scratch.take(x.shape, x.dtype) for _ in range(3))
             if call.normalize_before:
                 dnormed = scratch.take(x.shape, x.dtype)
@@ -217,7 +217,7 @@ class DecoderLayerFunction(torch.autograd.Function):
                 )
                 self_attention_bwd(dx, dprojected, x, p, saved, call, writer, scratch, True)
             if dkv is not None:
-                dkv = finish_slice(dkv, dkv_slice, columns, add)
+                dkv = finish_slice(dkv, dkv_slice, columns)
         return None, None, dx if ctx.needs_input_grad[2] else None, dkv, *writer.finish()
 
 

@@ -81,18 +81,3 @@ def batch(left: bool = True, vocab_size: int = 37) -> tuple[Tensor, Tensor, Tens
         target[b, :t] = torch.randint(4, vocab_size, (t,), generator=generator)
         target[b, 0] = EOS
     return source, lengths, target
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of ``model``'s parameters, zeros where there is none."""
-    return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.named_parameters()
-    }
-
-
-def gradient_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest norm of a parameter's gradient error relative to the norm of the whole gradient."""
-    assert actual.keys() == expected.keys()
-    total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    return max(float((actual[name] - expected[name]).norm() / total) for name in expected)
