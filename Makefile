@@ -38,7 +38,7 @@ $(VENV)/.torch:
 
 # The constraint keeps pip from replacing the torch that is there by whatever a dependency would like better.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
-	$(PY) -c "import torch; print('torch==' + torch.__version__)" > $(VENV)/constraints.txt
+	$(PY) -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/constraints.txt
 	$(PY) -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
