@@ -116,16 +116,11 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attention_fwd_kernel(Attenti
 template <class T, int kDim>
 cudaError_t launch(Attention a, int64_t max_q, int64_t max_k, int memory_limit, cudaStream_t stream) {
   constexpr int kRowBytes = kTileStride<kDim> * static_cast<int>(sizeof(T));
-  constexpr int kSlotBytes = 2 * kChunk * kRowBytes;
-  int warps = static_cast<int>(std::min<int64_t>(kMaxWarps, ceil_div<int64_t>(std::max<int64_t>(max_q, 1), kWarpRows)));
-  while (warps > 1 && warps * kWarpRows * kRowBytes + kSlotBytes > memory_limit) --warps;
-  a.q_rows = warps * kWarpRows;
-  a.q_tiles = static_cast<int>(ceil_div<int64_t>(std::max<int64_t>(max_q, 1), a.q_rows));
-  const int64_t chunks = ceil_div<int64_t>(std::max<int64_t>(max_k, 1), kChunk);
-  const int fitting = (memory_limit - a.q_rows * kRowBytes) / kSlotBytes;
-  a.slots = static_cast<int>(std::min<int64_t>({kMaxSlots, chunks, fitting}));
-  const int memory = a.q_rows * kRowBytes + a.slots * kSlotBytes;
-  return launch_attention(attention_fwd_kernel<T, kDim>, a, a.q_tiles, warps * kWarp, memory, stream);
+  const RingPlan plan = plan_ring(kRowBytes, 2 * kChunk * kRowBytes, kMaxWarps, max_q, max_k, memory_limit);
+  a.q_rows = plan.warps * kWarpRows;
+  a.q_tiles = plan.tiles;
+  a.slots = plan.slots;
+  return launch_attention(attention_fwd_kernel<T, kDim>, a, a.q_tiles, plan.warps * kWarp, plan.memory, stream);
 }
 
 }  // namespace

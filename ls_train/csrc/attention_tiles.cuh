@@ -251,6 +251,25 @@ cudaError_t dispatch_half_type(DType dtype, Body&& body) {
   return dtype == DType::kFloat16 ? body(Type<half>()) : body(Type<bfloat16>());
 }
 
+// How a kernel that owns queries and lets keys pass by covers them.
+struct RingPlan {
+  int warps, tiles, slots, memory;
+};
+
+inline RingPlan plan_ring(int row_bytes, int slot_bytes, int max_warps, int64_t max_q, int64_t max_k,
+                          int memory_limit) {
+  RingPlan plan = {};
+  const int64_t queries = std::max<int64_t>(max_q, 1);
+  plan.warps = static_cast<int>(std::min<int64_t>(max_warps, ceil_div<int64_t>(queries, kWarpRows)));
+  while (plan.warps > 1 && plan.warps * kWarpRows * row_bytes + slot_bytes > memory_limit) --plan.warps;
+  plan.tiles = static_cast<int>(ceil_div<int64_t>(queries, plan.warps * kWarpRows));
+  const int fitting = (memory_limit - plan.warps * kWarpRows * row_bytes) / slot_bytes;
+  const int64_t chunks = ceil_div<int64_t>(std::max<int64_t>(max_k, 1), kChunk);
+  plan.slots = static_cast<int>(std::min<int64_t>({kMaxSlots, chunks, fitting}));
+  plan.memory = plan.warps * kWarpRows * row_bytes + plan.slots * slot_bytes;
+  return plan;
+}
+
 // Calls body(std::integral_constant<int, padded head size>()).
 template <class Body>
 cudaError_t dispatch_dim(int dim, Body&& body) {
@@ -261,5 +280,9 @@ cudaError_t dispatch_dim(int dim, Body&& body) {
   if (dim <= 192) return body(std::integral_constant<int, 192>());
   return body(std::integral_constant<int, 256>());
 }
+
+// dq and the row sums of dout * out, in attention_bwd_dq.cu.
+cudaError_t attention_bwd_dq(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, int memory_limit,
+                             cudaStream_t stream);
 
 }  // namespace ls_train
