@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from tests.layers.comparison import gradient_errors, gradients  # noqa: E402
-from tests.layers.fairseq_models import PAD, batch, fairseq_transformer, our_transformer  # noqa: E402
+from tests.layers.comparison import gradient_errors, gradients
+from tests.layers.fairseq_models import PAD, batch, fairseq_transformer, our_transformer
 
 MODELS = {
     "untied": {},
@@ -61,7 +61,9 @@ def test_weights_travel_both_ways(norm):
     theirs.load_state_dict(ours.state_dict(), strict=True)
     source, lengths, target = batch()
     real = target.ne(PAD)
-    torch.testing.assert_close(ours(source, target)[real], theirs(source, lengths, target)[0][real], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        ours(source, target)[real], theirs(source, lengths, target)[0][real], atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -34,7 +34,9 @@ def loss_of(model, seed=SEED, scale=1.0):
 def assert_equal_gradients(actual, expected):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, atol=1e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, atol=1e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("device", devices())
@@ -170,7 +172,9 @@ def test_parameter_used_twice():
     assert_equal_gradients(gradients(layer), {name: value + separate[name] for name, value in gradients(twin).items()})
 
 
-@pytest.mark.parametrize("frozen", ["encoder", "self_attn.k_proj", "norm", "embed_tokens", "fc1.bias", "encoder_attn.v"])
+@pytest.mark.parametrize(
+    "frozen", ["encoder", "self_attn.k_proj", "norm", "embed_tokens", "fc1.bias", "encoder_attn.v"]
+)
 def test_frozen_parameters(frozen):
     model = transformer()
     loss_of(model).backward()

@@ -1,0 +1,137 @@
+"""Gradients written straight into a flat buffer equal those that autograd accumulates."""
+
+import copy
+
+import pytest
+import torch
+
+from ls_train.layers.criterion import LSCrossEntropyLayer
+from ls_train.layers.gradients import GradientWriter
+from ls_train.params import FlatParameters, joined
+from ls_train.testing import devices
+from tests.layers.comparison import gradient_errors, gradients
+from tests.layers.fairseq_models import batch
+from tests.layers.test_autograd import SEED, loss_of, transformer
+
+
+def fused_loss(model, seed=SEED):
+    """Cross entropy with the projection inside, so that the tied table has three writers."""
+    source, _, target = batch()
+    features, packing = model.features(source, target, seed)
+    criterion = LSCrossEntropyLayer(epsilon=0.1, padding_idx=1)
+    targets = packing.pack(target.roll(-1, 1))
+    return criterion(features, targets, model.decoder.output_projection.weight)[0]
+
+
+def flatten(model, direct):
+    flat = FlatParameters(model.named_parameters())
+    flat.direct_grads = direct
+    return flat
+
+
+LOSSES = {"logits": loss_of, "fused": fused_loss}
+MODELS = {
+    "tied": {},
+    "untied": {"share_all_embeddings": False, "learned_positions": True, "pre_layer_norm": False},
+    "norms": {"layer_norm_embedding": True, "share_all_embeddings": False, "share_decoder_input_output_embed": True},
+}
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("model", MODELS)
+def test_same_gradients(model, loss, device):
+    """Two micro-batches, then after zero_grad a third: first writes overwrite, later ones add."""
+    plain = transformer(**MODELS[model])
+    direct = copy.deepcopy(plain)
+    flat = flatten(direct, True)
+    for seeds in ((1, 2), (3,)):
+        for seed in seeds:
+            for built in (plain, direct):
+                LOSSES[loss](built, torch.tensor([seed])).backward()
+        errors = gradient_errors(gradients(direct), gradients(plain))
+        assert max(errors.values()) < 1e-6, errors
+        plain.zero_grad()
+        flat.zero_grad()
+        flat.buffers[0].grad.fill_(float("nan"))
+
+
+def test_every_gradient_lies_in_its_slot():
+    model = transformer()
+    flat = flatten(model, True)
+    fused_loss(model).backward()
+    for buffer in flat.buffers:
+        for parameter in buffer.params:
+            assert parameter.grad is buffer.slot(parameter).tensor
+
+
+def assert_joined(tensors):
+    assert torch.equal(joined(tensors), torch.cat(tensors).detach())
+
+
+def test_multiplied_together_lies_together():
+    model = transformer()
+    flat = flatten(model, False)
+    assert flat.intact()
+    for layer in [*model.encoder.layers, *model.decoder.layers]:
+        projections = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        assert_joined([p.weight for p in projections])
+        assert_joined([p.bias for p in projections])
+    projections = [p for layer in model.decoder.layers for p in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)]
+    assert_joined([p.weight for p in projections])
+    assert_joined([p.bias for p in projections])
+
+
+def test_flat_parameters_give_the_same_outputs():
+    model = transformer()
+    expected = loss_of(model)
+    flat = flatten(model, False)
+    torch.testing.assert_close(loss_of(model), expected)
+    assert flat.intact()
+
+
+def test_slots_of_unused_layers_stay_unwritten():
+    model = transformer(encoder_layerdrop=1.0)
+    flat = flatten(model, True)
+    loss_of(model).backward()
+    assert flat.intact()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == name.startswith("encoder.layers."), name
+
+
+@pytest.mark.parametrize("frozen", ["self_attn.k_proj", "fc1.bias", "encoder_attn.v_proj.weight"])
+def test_frozen_parameters_with_slots(frozen):
+    """A frozen parameter between joined ones: the others still get theirs."""
+    model = transformer()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    direct = copy.deepcopy(model)
+    flat = flatten(direct, True)
+    for built in (model, direct):
+        loss_of(built).backward()
+    actual = gradients(direct)
+    for name, value in gradients(model).items():
+        torch.testing.assert_close(actual[name], value, atol=1e-6, rtol=1e-5)
+    assert flat.intact()
+    assert all(parameter.grad is None for parameter in direct.parameters() if not parameter.requires_grad)
+
+
+def test_slots_written_unevenly():
+    """One of two joined slots holds a gradient already, one operator writes both and a third without a slot."""
+    first, second, third = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(3))
+    flat = FlatParameters([first, second])
+    flat.direct_grads = True
+    slot = flat.buffers[0].slot(first)
+    slot.tensor.fill_(1.0)
+    slot.commit()
+    tensors = (first, second, third)
+    writer = GradientWriter("abc", tensors, tensors, (True, True, True))
+    (joint, other), accumulate = writer.open("ab", "c")
+    assert not accumulate
+    joint.fill_(2.0)
+    other.fill_(4.0)
+    returned = writer.finish()
+    assert returned[:2] == (None, None)
+    assert torch.equal(first.grad, torch.full((2, 3), 3.0))
+    assert torch.equal(second.grad, torch.full((2, 3), 2.0))
+    assert torch.equal(returned[2], torch.full((2, 3), 4.0))

@@ -1,0 +1,213 @@
+"""The saved block, the shared workspace, and the number of allocations of a layer call."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ls_train import memory
+from ls_train.layers.cross_kv import cross_kv
+from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
+from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
+from ls_train.layers.memory_plan import memory_plan
+from ls_train.layers.transformer import LSTransformer
+from ls_train.memory import ALIGNMENT, Field, SavedBlock, Workspace, round_size, workspace
+from ls_train.packing import Packing
+from ls_train.testing import devices
+from tests.layers.comparison import gradients
+from tests.layers.test_autograd import SEED, loss_of, transformer
+
+
+def test_round_size_wastes_little_and_repeats():
+    for size in range(1, 100_000, 37):
+        assert size <= round_size(size) <= max(size + 511, size * 17 / 16)
+    assert round_size(10_000_001) == round_size(10_000_500)
+    assert len({round_size(size) for size in range(1 << 20, 1 << 21, 512)}) <= 18
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [0, 1, 7, 64])
+def test_saved_block(dtype, rows):
+    layout = SavedBlock((Field("a", 5), Field("mean", 0, True), Field("lse", 3, True), Field("b", 8)), rows, dtype)
+    block = layout.allocate(torch.empty(0, dtype=dtype))
+    assert block.dtype == dtype
+    views = layout.views(block)
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    for i, (name, shape, kind) in enumerate(
+        (
+            ("a", (rows, 5), dtype),
+            ("mean", (rows,), statistics),
+            ("lse", (rows, 3), statistics),
+            ("b", (rows, 8), dtype),
+        )
+    ):
+        view = getattr(views, name)
+        assert view.shape == shape
+        assert view.dtype == kind
+        assert (view.data_ptr() - block.data_ptr()) % ALIGNMENT == 0
+        view.fill_(i)
+    for i, view in enumerate(vars(views).values()):
+        assert view.eq(i).all()
+
+
+def test_workspace_is_a_stack_that_grows():
+    space = Workspace(torch.device("cpu"))
+    with space:
+        first = space.take((3, 5), torch.float16).fill_(1)
+        with space:
+            inner = space.take((100,), torch.float32).fill_(2)
+            address = inner.data_ptr()
+        assert space.take((10,), torch.float64).data_ptr() == address
+        big = space.take((1000, 1000), torch.float32).fill_(3)
+        assert first.eq(1).all()
+        assert big.eq(3).all()
+    capacity = space.capacity
+    with space:
+        space.take((1000,), torch.float32)
+    assert space.capacity == capacity
+
+
+def test_workspace_recovers_from_an_error():
+    space = Workspace(torch.device("cpu"))
+    with space:
+        address = space.take((10,), torch.float32).data_ptr()
+
+    def fail():
+        with space:
+            space.take((5,), torch.float32)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with space:
+        assert space.take((10,), torch.float32).data_ptr() == address
+
+
+def test_retained_storage_stays():
+    space = Workspace(torch.device("cpu"))
+    space.retain = True
+    with space:
+        small = space.take((4,), torch.float32)
+        space.take((10_000,), torch.float32)
+    assert any(small.data_ptr() == storage.data_ptr() for storage in space._outgrown)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("pre_layer_norm", [True, False])
+def test_results_do_not_depend_on_what_scratch_held(pre_layer_norm, device, monkeypatch):
+    """Scratch, saved blocks and all other fresh memory are filled with NaN: nothing reads before it writes."""
+    model = transformer(device, pre_layer_norm=pre_layer_norm, activation_fn="gelu")
+    model.eval()
+    logits = loss_of(model).detach()
+    model.train()
+    loss_of(model).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    take, allocate = Workspace.take, SavedBlock.allocate
+    monkeypatch.setattr(Workspace, "take", lambda self, *arguments: take(self, *arguments).fill_(float("nan")))
+    monkeypatch.setattr(SavedBlock, "allocate", lambda self, like: allocate(self, like).fill_(float("nan")))
+    loss_of(model).backward()
+    for name, value in gradients(model).items():
+        assert torch.equal(value, expected[name]), name
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(loss_of(model), logits)
+
+
+def test_small_layer_then_big_layer():
+    """Scratch sized by the first layer would overflow in the second; a third, small again, still works."""
+    packing = Packing.from_lengths(torch.tensor([4, 2]), 4, torch.device("cpu"))
+    memory._by_thread.__dict__.clear()
+    for size in (8, 256, 8):
+        layer = LSTransformerEncoderLayer(embed_dim=size, num_heads=2, dropout=0.0)
+        x = torch.randn(6, size, requires_grad=True)
+        layer.forward_packed(x, packing).sum().backward()
+        assert x.grad.isfinite().all()
+        assert workspace(x).capacity > 0
+
+
+class CountAllocations(TorchDispatchMode):
+    """Counts fresh tensors that operators outside kernels make."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        if name in ("empty", "new_empty", "empty_like", "zeros_like", "clone", "new_zeros", "empty_strided", "cat"):
+            self.calls.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("normalize_before", [True, False], ids=["pre", "post"])
+def test_allocations_of_a_layer_call(normalize_before):
+    """Forward: output and block. Backward: input gradient, and one tensor for each group of parameter gradients."""
+    packing = Packing.from_lengths(torch.tensor([4, 2]), 4, torch.device("cpu"))
+    rates = {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1}
+    arguments = {"embed_dim": 16, "num_heads": 4, "normalize_before": normalize_before, **rates}
+    encoder, decoder = LSTransformerEncoderLayer(**arguments), LSTransformerDecoderLayer(**arguments)
+    x = torch.randn(6, 16, requires_grad=True)
+    kv = cross_kv(torch.randn(6, 16), packing, [decoder])
+
+    def encode():
+        return encoder.forward_packed(x, packing, SEED)
+
+    def decode():
+        return decoder.forward_packed(x, packing, kv, packing, 0, SEED)[0]
+
+    for run, groups in ((encode, 12), (decode, 20)):
+        run().sum().backward(retain_graph=True)  # the workspace has its size now
+        with torch.no_grad():
+            run()
+        with CountAllocations() as forward:
+            y = run()
+        dy = torch.ones_like(y)
+        with CountAllocations() as backward:
+            inputs = [x, *(p for p in (encoder if run is encode else decoder).parameters() if p.requires_grad)]
+            torch.autograd.grad(y, inputs, dy, allow_unused=True)
+        assert len(forward.calls) == 2, forward.calls
+        # The decoder layer makes zeros for the gradient of the keys and values, its CrossKV two more groups.
+        assert len(backward.calls) == 1 + groups + (run is decode), backward.calls
+        with torch.no_grad(), CountAllocations() as evaluation:
+            run()
+        assert len(evaluation.calls) == 1, evaluation.calls
+
+
+def live_bytes():
+    gc.collect()
+    storages = {}
+    for tensor in gc.get_objects():
+        if isinstance(tensor, torch.Tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("pre_layer_norm", [True, False], ids=["pre", "post"])
+@pytest.mark.parametrize("activation_fn", ["relu", "gelu"])
+def test_memory_plan(pre_layer_norm, activation_fn):
+    """Bytes of parameters, of what a forward saves, and of the workspace."""
+    sizes = {"hidden_size": 32, "intermediate_size": 128, "nhead": 4, "vocab_size": 50}
+    layers = {"num_encoder_layer": 3, "num_decoder_layer": 2}
+    config = LSTransformer.get_config(**sizes, **layers, pre_layer_norm=pre_layer_norm, activation_fn=activation_fn)
+    model = LSTransformer(config)
+    source, target = torch.randint(4, 50, (5, 30)), torch.randint(4, 50, (5, 41))
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = (storage, storage.nbytes())
+        return tensor
+
+    memory._by_thread.__dict__.clear()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        features, _ = model.features(source, target)
+    features.sum().backward()
+    plan = memory_plan(config, 5 * 41, 5 * 30, torch.float32)
+    for tensor in (*model.parameters(), *model.buffers()):
+        saved.pop(tensor.untyped_storage().data_ptr(), None)
+    assert plan.parameters == plan.gradients == sum(p.numel() * 4 for p in model.parameters())
+    assert plan.saved == pytest.approx(sum(size for _, size in saved.values()), rel=0.02)
+    assert plan.workspace == workspace(features).capacity
+    assert plan.total > plan.saved + plan.workspace
