@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fairseq_plugin import compat, user_dir
+from fairseq_plugin.errors import report
 
 
 def train(argv: Sequence[str] | None = None) -> None:
@@ -57,5 +58,7 @@ def _call(module: str, arguments: list[str]) -> None:
     sys.argv = [previous[0], *arguments]
     try:
         main()
+    except Exception as error:
+        raise SystemExit(report(error)) from error
     finally:
         sys.argv = previous

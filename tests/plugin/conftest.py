@@ -152,6 +152,23 @@ def run_cli(tmp_path_factory, plain) -> Forker:
     return Forker(tmp_path_factory.mktemp("cli"))
 
 
+@pytest.fixture(scope="session")
+def launcher_script(tmp_path_factory) -> Callable[[str, str], list[str]]:
+    """Command that runs an installed script, or one like it where the project is not installed."""
+
+    def command(name: str, target: str) -> list[str]:
+        script = Path(sys.executable).parent / name
+        if not script.exists():
+            module, function = target.split(":")
+            script = tmp_path_factory.mktemp("bin") / name
+            script.write_text(
+                f"import sys\nfrom {module} import {function}\nif __name__ == '__main__':\n    sys.exit({function}())\n"
+            )
+        return [sys.executable, str(script)]
+
+    return command
+
+
 def write_subset(folder: Path, sizes: dict[str, int], longest: int = 24) -> None:
     """Write the first sentence pairs of the bundled corpus that have at most ``longest`` words a side."""
     for split, size in sizes.items():

@@ -1,0 +1,84 @@
+"""Several ranks on the CPU: spawned ones know both user folders, and two ranks equal one with --update-freq 2."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fairseq_plugin import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+USER_MODULE = """
+from fairseq.models import register_model_architecture
+from fairseq.models.transformer import tiny_architecture
+
+register_model_architecture("ls_transformer", "ranks_transformer")(tiny_architecture)
+"""
+UPDATES = 6
+
+
+def losses(log: str) -> dict[int, float]:
+    steps = (json.loads(line) for line in re.findall(r"\| train_inner \| (\{.*\})", log))
+    return {int(step["num_updates"]): float(step["loss"]) for step in steps}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def arguments(train_arguments):
+    logs = ["--log-format", "json", "--log-interval", 1, "--disable-validation"]
+    return [*train_arguments, *logs, "--dropout", 0, "--clip-norm", 1, "--max-update", UPDATES]
+
+
+@pytest.fixture(scope="module")
+def alone(run_cli, arguments, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return losses(run_cli(cli.train, *arguments, "--update-freq", 2, "--save-dir", folder).check().out)
+
+
+def test_spawned_ranks(launcher_script, arguments, alone, tmp_path):
+    """The installed script, started afresh: fairseq spawns interpreters, which have both user folders; c10d.
+
+    Log lines come in fairseq's format on stdout although the plugin is imported before fairseq sets up its log.
+    """
+    (tmp_path / "ranks_module").mkdir()
+    (tmp_path / "ranks_module" / "__init__.py").write_text(USER_MODULE)
+    ranks = ["--distributed-world-size", 2, "--distributed-backend", "gloo", "--save-dir", "save", "--no-save"]
+    users = ["--user-dir", "ranks_module", "--arch", "ranks_transformer"]
+    command = [*launcher_script("lightseq-train", "fairseq_plugin.cli:train"), *arguments, *ranks, *users]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [str(argument) for argument in command], capture_output=True, text=True, timeout=170, env=env, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    assert losses(result.stdout) == pytest.approx(alone, rel=1e-5)
+    assert re.search(
+        r"^\d{4}-\d\d-\d\d .* \| INFO \| fairseq_cli\.train \| model: LSTransformerModel", result.stdout, re.MULTILINE
+    )
+    assert "Warning" not in result.stderr
+
+
+def test_ranks_of_a_launcher_and_their_resume(run_cli, arguments, alone, tmp_path):
+    """Ranks started by torchrun (here: forks with its variables), legacy_ddp; the second half from a checkpoint."""
+    ranks = ["--distributed-world-size", 2, "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
+    ranks += ["--save-dir", tmp_path / "save", "--save-interval-updates", 3]
+
+    def run(*extra: object) -> dict[int, float]:
+        env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        jobs = [
+            run_cli.start(cli.train, *arguments, *ranks, *extra, env={**env, "RANK": str(rank)}, cwd=tmp_path)
+            for rank in range(2)
+        ]
+        return losses([job.wait(120).check() for job in jobs][0].out)
+
+    first = run("--max-update", 3)
+    assert list(first) == [1, 2, 3]
+    assert {**first, **run()} == pytest.approx(alone, rel=1e-5)
