@@ -135,3 +135,21 @@ def test_slots_written_unevenly():
     assert torch.equal(first.grad, torch.full((2, 3), 3.0))
     assert torch.equal(second.grad, torch.full((2, 3), 2.0))
     assert torch.equal(returned[2], torch.full((2, 3), 4.0))
+
+
+def test_one_written_slot_beside_a_fresh_gradient():
+    """One operator writes both with one flag: what the slot holds is added afterwards."""
+    first, second = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
+    flat = FlatParameters([first])
+    flat.direct_grads = True
+    slot = flat.buffers[0].slot(first)
+    slot.tensor.fill_(1.0)
+    slot.commit()
+    writer = GradientWriter("ab", (first, second), (first, second), (True, True))
+    (a, b), accumulate = writer.open("a", "b")
+    assert not accumulate
+    a.fill_(2.0)
+    b.fill_(4.0)
+    returned = writer.finish()
+    assert torch.equal(first.grad, torch.full((2, 3), 3.0))
+    assert torch.equal(returned[1], torch.full((2, 3), 4.0))
