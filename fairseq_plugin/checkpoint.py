@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -24,8 +25,17 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 
-# The trainer that is loading a checkpoint, None outside Trainer.load_checkpoint.
-_loading: Any = None
+
+@dataclass
+class _Loading:
+    """A trainer that is loading a checkpoint, and the architecture found in it."""
+
+    trainer: Any
+    held: str = "unknown"
+
+
+# None outside Trainer.load_checkpoint.
+_loading: _Loading | None = None
 
 
 def install() -> None:
@@ -122,11 +132,11 @@ def _last_path(save_dir: str, suffix: str) -> str:
 
 
 def _falling_back(load_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a trainer take the newest whole file in place of a damaged ``checkpoint_last.pt``, and check that it fits."""
+    """Let a trainer take the newest whole file of the folder in place of a damaged ``checkpoint_last.pt``."""
 
     @functools.wraps(load_to_cpu)
     def load_checkpoint_to_cpu(path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        trainer = _loading
+        trainer = None if _loading is None else _loading.trainer
         try:
             state = load_to_cpu(path, *args, **kwargs)
         except FileNotFoundError as error:
@@ -143,8 +153,8 @@ def _falling_back(load_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
                 ) from error
             logger.warning(f"{error}; continuing from {other}, the newest whole checkpoint of that folder")
             path, state = other, load_to_cpu(other, *args, **kwargs)
-        if trainer is not None:
-            checkpoint_match.check_model(state, trainer.get_model(), trainer.cfg, path)
+        if _loading is not None:
+            _loading.held = checkpoint_match.architecture((state.get("cfg") or {}).get("model"))
             optimizer_state.remember_order(state)
         return state
 
@@ -159,7 +169,8 @@ def _explaining(load_ensemble: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return load_ensemble(filenames, *args, **kwargs)
         except RuntimeError as error:
-            message = checkpoint_match.explain_load_error(str(error), ", ".join(filenames))
+            here = "its own configuration, or --model-overrides,"
+            message = checkpoint_match.explain(str(error), ", ".join(filenames), "its own", here, "the data folder")
             if message is None:
                 raise
             raise UserError(message) from error
@@ -197,10 +208,19 @@ def _restoring_run(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
                 f"{filename}: no such checkpoint to start from; mind that --restore-file is relative to the current "
                 "folder, not to --save-dir"
             )
-        with _loading_into(self):
-            extra_state = load_checkpoint(
-                self, filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
-            )
+        with _loading_into(self) as loading:
+            try:
+                extra_state = load_checkpoint(
+                    self, filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
+                )
+            except Exception as error:
+                # fairseq says only that architectures should match; torch's own message is the error before.
+                here = f"--arch {checkpoint_match.architecture(self.cfg.model)}"
+                data = getattr(self.cfg.task, "data", "the data folder")
+                message = checkpoint_match.explain(str(error.__context__), filename, loading.held, here, data)
+                if message is None:
+                    raise
+                raise UserError(message) from error
         if extra_state is not None and not reset_optimizer:
             resume.restore_run_extras(self, extra_state.get(resume.KEY, {}), reset_lr_scheduler)
         return extra_state
@@ -209,7 +229,7 @@ def _restoring_run(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _loading_into(trainer: Any) -> Iterator[None]:
+def _loading_into(trainer: Any) -> Iterator[_Loading]:
     """Hook the moment at which ``trainer`` builds its optimizer anew, after the model's tensors were loaded."""
     global _loading
     build = trainer._build_optimizer
@@ -220,9 +240,9 @@ def _loading_into(trainer: Any) -> Iterator[None]:
             optimizer_state.match_names(trainer)
             optimizer_state.convert_at_load(trainer)
 
-    _loading, trainer._build_optimizer = trainer, build_optimizer
+    _loading, trainer._build_optimizer = _Loading(trainer), build_optimizer
     try:
-        yield
+        yield _loading
     finally:
         _loading = None
         del trainer._build_optimizer

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's tensors fit a model, and one sentence that says why not."""
+"""Why a checkpoint's tensors do not fit a model, in one sentence."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
-from fairseq_plugin.errors import UserError
-
-Shapes = Mapping[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+# (name of a tensor, its shape in the checkpoint, its shape in the model); None where there is no such tensor.
+Difference = tuple[str, Shape | None, Shape | None]
 
 
 def architecture(options: Any) -> str:
@@ -18,102 +16,75 @@ def architecture(options: Any) -> str:
     return str(getattr(options, "arch", None) or getattr(options, "_name", None) or "unknown")
 
 
-def check_model(state: Mapping[str, Any], model: torch.nn.Module, cfg: Any, path: str) -> None:
-    """Refuse the checkpoint ``state``, read from ``path``, if its tensors do not fit ``model``.
+def explain(message: str, path: str, held: str, here: str, data: str) -> str | None:
+    """Return one sentence for the message of ``torch.nn.Module.load_state_dict``, None for any other error.
 
-    Older key names are understood, as the model's own upgrade does. A run that prunes layers while loading is left to
-    fairseq.
-
-    Raises:
-        UserError: naming both dictionary sizes, or both architectures and the first tensor that differs.
+    Args:
+        message: of the error.
+        path: the checkpoint.
+        held: architecture in the checkpoint.
+        here: what builds the model it does not fit, as ``--arch NAME``.
+        data: the data folder, for a dictionary of another size.
     """
-    if getattr(cfg.model, "encoder_layers_to_keep", None) or getattr(cfg.model, "decoder_layers_to_keep", None):
-        return
-    tensors = dict(state["model"])
-    model.upgrade_state_dict(tensors)
-    saved = state.get("cfg")
-    problem = difference(
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
-    )
-    if problem is None:
-        return
-    name = _dictionary(problem)
-    if name is not None:
-        raise UserError(_dictionary_message(path, name, problem, getattr(cfg.task, "data", "the data folder")))
-    held = architecture(saved.model) if saved is not None and "model" in saved else "unknown"
-    raise UserError(
-        f"{path} holds a model of architecture {held}, --arch {architecture(cfg.model)} with these options builds "
-        f"another one: {_sentence(problem)}; give the options of the checkpoint's run or another --save-dir"
-    )
-
-
-def explain_load_error(message: str, path: str) -> str | None:
-    """Return one sentence for the message of ``torch.nn.Module.load_state_dict``, None for any other error."""
-    if "Error(s) in loading state_dict" not in message:
+    first = first_difference(_listed(message))
+    if first is None:
         return None
+    name, there, mine = first
+    if _is_dictionary(first):
+        side = "source" if name.startswith("encoder") else "target"
+        return (
+            f"{path} was trained with a {side} dictionary of {there[0]} entries, the one in {data} has {mine[0]}: use "
+            "the data folder it was trained with, or preprocess with its dictionaries (--srcdict, --tgtdict)"
+        )
+    return (
+        f"{path} holds a model of architecture {held}, {here} with these options builds another one: "
+        f"{sentence(first)}; give the options of the checkpoint's run, or start elsewhere with another --save-dir"
+    )
+
+
+def _listed(message: str) -> list[Difference]:
+    if "Error(s) in loading state_dict" not in message:
+        return []
     sizes = re.findall(
         r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from checkpoint, "
         r"the shape in current model is torch\.Size\(\[([\d, ]*)\]\)",
         message,
     )
-    for name, there, here in sizes:
-        problem = (name, _numbers(there), _numbers(here))
-        if _dictionary(problem) is not None:
-            return _dictionary_message(path, name, problem, "the data folder")
-    if sizes:
-        name, there, here = sizes[0]
-        return f"{path} does not fit its own model options: {_sentence((name, _numbers(there), _numbers(here)))}"
-    names = re.findall(r'(Missing|Unexpected) key\(s\) in state_dict: "([^"]+)"', message)
-    if not names:
-        return None
-    kind, name = names[0]
-    return f"{path} does not fit its own model options: {name} is {kind.lower()} there"
+    found: list[Difference] = [(name, _numbers(there), _numbers(here)) for name, there, here in sizes]
+    for kind, names in re.findall(r"(Missing|Unexpected) key\(s\) in state_dict: (.*)", message):
+        there, here = (None, ()) if kind == "Missing" else ((), None)
+        found += [(name, there, here) for name in re.findall(r'"([^"]+)"', names)]
+    return found
 
 
-Problem = tuple[str, tuple[int, ...] | None, tuple[int, ...] | None]
+def _numbers(text: str) -> Shape:
+    return tuple(int(number) for number in text.split(",") if number.strip())
 
 
-def difference(there: Shapes, here: Shapes) -> Problem | None:
-    """Return (name, shape there, shape here) of a tensor that differs, None for a missing one; None if all are equal.
-
-    Embeddings come first, because a dictionary of another size explains every tensor that has its length.
-    """
-    problems = [
-        (name, there.get(name), here.get(name)) for name in _ordered(there, here) if there.get(name) != here.get(name)
-    ]
-    return min(problems, key=lambda problem: _dictionary(problem) is None, default=None)
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
+    """Return how the tensors of checkpoint ``there`` differ from those of model ``here`` in name and shape."""
+    shapes = [{name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (there, here)]
+    names = dict.fromkeys([*here, *there])
+    pairs = [(name, shapes[0].get(name), shapes[1].get(name)) for name in names]
+    return [(name, one, other) for name, one, other in pairs if one != other]
 
 
-def _ordered(there: Iterable[str], here: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys([*here, *there]))
+def first_difference(found: Iterable[Difference]) -> Difference | None:
+    """Return the first difference, an embedding before others: a dictionary of another size explains them all."""
+    return min(found, key=lambda difference: not _is_dictionary(difference), default=None)
 
 
-def _dictionary(problem: Problem) -> str | None:
-    name, there, here = problem
-    embedding = re.search(r"(\w+)\.embed_tokens\.(?:embeddings\.0\.0\.)?weight$", name)
-    if embedding is None or there is None or here is None or there[1:] != here[1:]:
-        return None
-    return name
+def _is_dictionary(difference: Difference) -> bool:
+    name, there, here = difference
+    is_embedding = re.search(r"\.embed_tokens\.weight$", name) is not None
+    return is_embedding and bool(there) and bool(here) and there[1:] == here[1:]
 
 
-def _dictionary_message(path: str, name: str, problem: Problem, data: str) -> str:
-    side = "source" if name.startswith("encoder") else "target"
-    return (
-        f"{path} was trained with a {side} dictionary of {problem[1][0]} entries, the one in {data} has "
-        f"{problem[2][0]}: use the data folder it was trained with, or preprocess with its dictionaries "
-        "(--srcdict, --tgtdict)"
-    )
-
-
-def _sentence(problem: Problem) -> str:
-    name, there, here = problem
+def sentence(difference: Difference) -> str:
+    """Say what differs, ``there`` being the checkpoint and ``here`` the model."""
+    name, there, here = difference
     if there is None:
         return f"{name} is missing there"
     if here is None:
         return f"{name} is not part of it here"
     return f"{name} is {list(there)} there and {list(here)} here"
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(",") if number.strip())

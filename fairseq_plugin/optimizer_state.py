@@ -32,7 +32,7 @@ Order = Sequence[tuple[str, tuple[int, ...]]]
 Entry = dict[str, Any]
 
 
-def fairseq_criterion(name: str) -> str:
+def fairseq_name(name: str) -> str:
     """Return fairseq's class or registered name for the plugin's twin of it, any other name as it is."""
     return re.sub(r"^(LS(?=[A-Z])|ls_)", "", name)
 
@@ -61,7 +61,7 @@ def match_names(trainer: Any) -> None:
         "optimizer_name": type(trainer.optimizer).__name__,
     }
     same = {
-        "criterion_name": lambda a, b: fairseq_criterion(a) == fairseq_criterion(b),
+        "criterion_name": lambda a, b: fairseq_name(a) == fairseq_name(b),
         "optimizer_name": lambda a, b: _adams(trainer) and {a, b} <= set(ADAM_CLASSES),
     }
     for key, name in here.items():
@@ -107,7 +107,14 @@ def _keeps_masters(trainer: Any) -> bool:
 
 def parameter_names(trainer: Any) -> list[tuple[str, set[str], tuple[int, ...]]]:
     """Return (name, all names, shape) of every parameter the trainer optimises, in its order."""
-    model, criterion = trainer.get_model(), trainer.get_criterion()
+    return parameters(trainer.get_model(), trainer.get_criterion())
+
+
+def parameters(
+    model: torch.nn.Module, criterion: torch.nn.Module | None = None
+) -> list[tuple[str, set[str], tuple[int, ...]]]:
+    """Return (name, all names, shape) of every trained parameter, in fairseq's order; tied ones have several names."""
+    criterion = criterion or torch.nn.Module()
     aliases: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), set()).add(name)
