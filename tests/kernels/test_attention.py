@@ -139,7 +139,9 @@ def test_rounded_sizes_and_poisoned_rows(device: str, dtype: torch.dtype) -> Non
 
     for plain, rounded in zip(results(False), results(True), strict=True):
         assert not rounded[len(plain) :].any()
-        torch.testing.assert_close(rounded[: len(plain)], plain, rtol=0, atol=0 if device == "cpu" else 1e-2)
+        # Another longest length may choose another kernel, which sums in another order.
+        close = 0 if device == "cpu" else 16 * torch.finfo(dtype).eps * float(plain.abs().max())
+        torch.testing.assert_close(rounded[: len(plain)], plain, rtol=0, atol=close)
 
 
 @on_every_type
@@ -175,7 +177,7 @@ def test_mask_is_the_reference_mask(device: str, dtype: torch.dtype) -> None:
 @on_every_type
 def test_large_logits(device: str, dtype: torch.dtype) -> None:
     lengths = (9, 4)
-    q, k, v = torch.randn(3, 13, 2, 16, device=device).to(dtype).unbind()
+    q, k, v = torch.randn(3, 13, 2, 16).to(device, dtype).unbind()
     q = (q * 300).requires_grad_()  # scores up to about 1e4 before the scale of 10 below
     cu = cumulative(lengths, device)
     out = attention(q, k, v, cu, cu, 9, 9, scale=10.0)

@@ -20,7 +20,7 @@ NATIVE = {
 
 class TestLeaf(LeafContract):
     def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
-        rows, columns = 13, 20
+        rows, columns = 13, 24
         x, y, dy, dx = torch.randn(4, rows, columns, device=device).to(dtype)
         bias, dbias = torch.randn(2, columns, device=device).to(dtype)
         workspace = torch.empty(bias_activation_dropout_workspace(rows, columns), device=device)

@@ -12,7 +12,7 @@ from tests.kernels.test_dropout import kept
 
 class TestLeaf(LeafContract):
     def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
-        rows, columns = 13, 20
+        rows, columns = 13, 24
         x, residual, y, dy, dx = torch.randn(5, rows, columns, device=device).to(dtype)
         bias, dbias = torch.randn(2, columns, device=device).to(dtype)
         workspace = torch.empty(bias_dropout_add_workspace(rows, columns), device=device)

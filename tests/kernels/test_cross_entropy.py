@@ -84,7 +84,7 @@ def test_inplace_gives_the_same(eps: float, device: str, dtype: torch.dtype) -> 
     scale = torch.full((1,), 4.0, device=device)
     torch.ops.ls_train.cross_entropy_inplace(logits, *actual, target, None, scale, eps, IGNORE)
     for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits, grad, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 

@@ -20,7 +20,7 @@ def kept(x: Tensor, seed: int, offset: int, p: float) -> Tensor:
 
 class TestLeaf(LeafContract):
     def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
-        x, y = torch.randn(2, 13, 20, device=device).to(dtype)
+        x, y = torch.randn(2, 13, 24, device=device).to(dtype)
         return [
             call("dropout_fwd", y=y, x=x, seed=seed_tensor(3, device), rows=None, p=p, offset=2) for p in (0.3, 0.0)
         ]

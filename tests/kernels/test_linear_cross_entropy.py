@@ -36,7 +36,10 @@ def test_matches_torch(shape: tuple[int, int, int], eps: float, device: str, dty
 
 @on_every_type
 def test_sums_of_the_separate_operator(device: str, dtype: torch.dtype) -> None:
-    x, weight, target = random_inputs((37, 16, 129), device, dtype)
+    # Small whole numbers: products are exact at every type, and equal logits are frequent.
+    x = torch.randint(-2, 3, (37, 16), device=device).to(dtype)
+    weight = torch.randint(-2, 3, (129, 16), device=device).to(dtype)
+    target = random_target(37, 129, device)
     expected = cross_entropy(x @ weight.t(), target, 0.1, IGNORE, count_correct=True)
     for inputs in ((x, weight), (x.clone().requires_grad_(), weight)):
         actual = linear_cross_entropy(*inputs, target, 0.1, IGNORE, count_correct=True)
@@ -90,8 +93,8 @@ def test_smoothing_gradient_survives_a_large_vocabulary(device: str, dtype: torc
     target = torch.zeros(8, dtype=torch.int64, device=device)
     weight.requires_grad_()
     scale = 1024.0
-    (grad,) = torch.autograd.grad(linear_cross_entropy(x, weight, target, 0.1, IGNORE).loss * scale, weight)
-    expected = -scale * 8 * 0.1 / (classes - 1)
+    (grad,) = torch.autograd.grad(linear_cross_entropy(x, weight, target, 0.12, IGNORE).loss * scale, weight)
+    expected = -scale * 8 * 0.12 / (classes - 1)
     assert float((grad[1:].double() / expected - 1).abs().max()) < 2 * torch.finfo(dtype).eps + 1e-6
 
 
