@@ -33,6 +33,8 @@ def native(logits: Tensor, target: Tensor, eps: float) -> Tensor:
 
 
 class TestLeaf(LeafContract):
+    read_write = frozenset({"logits"})
+
     def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
         rows, classes = 13, 37
         logits, dlogits = torch.randn(2, rows, classes, device=device).to(dtype)
@@ -50,10 +52,6 @@ class TestLeaf(LeafContract):
             call("cross_entropy_inplace", **inplace, grad_scale=torch.full((1,), 8.0, device=device), **settings),
             call("cross_entropy_inplace", **inplace | {"correct": None}, grad_scale=None, **settings),
         ]
-
-    def fresh(self, case: Call) -> Call:
-        self.read_write = frozenset({"logits"})
-        return super().fresh(case)
 
 
 @on_every_type

@@ -40,9 +40,10 @@ class TestLeaf(LeafContract):
             call("embedding_bwd", **backward, **no_dropout, padding_idx=-1),
         ]
 
+    @on_every_type
     def test_unused_rows(self, device: str, dtype: torch.dtype) -> None:
         """As for every operator, with the ids of the gradient sorted anew for the short call."""
-        total, used = 13, 9
+        used = 9
         forward, _, backward, _ = self.calls(device, dtype)
         short = {k: v[:used] if k in self.row_arguments else v for k, v in forward[1].items()}
         expected = run(*self.fresh(call("embedding_fwd", **short)))["y"]
@@ -60,10 +61,7 @@ class TestLeaf(LeafContract):
         expected = run(name, arguments | cut)["dweight"].clone()
         arguments["dy"][used:] = float("nan")
         actual = run(name, arguments | {"rows": row_count(used, device)})["dweight"]
-        assert total > used
         torch.testing.assert_close(actual, expected, rtol=0, atol=4 * torch.finfo(dtype).eps * 20)
-
-    test_unused_rows = on_every_type(test_unused_rows)
 
 
 @on_every_type
