@@ -1,12 +1,58 @@
 // y = residual + dropout(x + bias); dx = mask * scale * dy, dbias = column sum of dx.
 //
-// bias_dropout_add_bwd_kernel: tiles of row_kernels.cuh with at most 264 row blocks, the column sums in registers.
-// Reads dy
-//   once, writes dx once: 2 * N * C * sizeof(T) bytes (1 without dropout, where dx is dy itself and not written).
-#include "bias_dropout_add.cuh"
+// bias_dropout_add_fwd_kernel: tiles of row_kernels.cuh, the bias pack in registers; bias and residual may be absent,
+// which
+//   makes it dropout alone. Reads x and residual once, writes y once: 3 (without residual: 2) * N * C * sizeof(T)
+//   bytes.
+// bias_dropout_add_bwd_kernel: tiles with at most 264 row blocks, the column sums in registers. Reads dy once, writes
+// dx
+//   once: 2 * N * C * sizeof(T) bytes (1 without dropout, where dx is dy itself and not written).
+#include "row_kernels.cuh"
 
 namespace ls_train {
 namespace {
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
+    bias_dropout_add_fwd_kernel(T* __restrict__ y, const T* __restrict__ x, const T* __restrict__ bias,
+                                const T* __restrict__ residual, const int32_t* __restrict__ rows, int64_t n,
+                                int columns, const Dropout dropout) {
+  const TileWalk walk = tile_walk<kWidth>();
+  if (walk.column >= columns) return;
+  const int64_t used = used_rows(rows, n);
+  const DropoutKey key = dropout_key(dropout);
+  float add[kWidth] = {};
+  if (bias != nullptr) load_floats(bias + walk.column, add);
+  for (int64_t first = walk.first; first < n; first += walk.step * kTileRows) {
+    Pack<T, kWidth> values[kTileRows], residuals[kTileRows];
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r) {
+      const int64_t row = first + r * walk.step;
+      residuals[r] = zero_pack<T, kWidth>();
+      if (row < used) {
+        values[r] = load_streaming<kWidth>(x + row * columns + walk.column);
+        if (residual != nullptr) residuals[r] = load_streaming<kWidth>(residual + row * columns + walk.column);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r) {
+      const int64_t row = first + r * walk.step;
+      if (row >= n) break;
+      keep_packed(values[r]);
+      keep_packed(residuals[r]);
+      float v[kWidth] = {};
+      if (row < used) {
+        unpack(values[r], v);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) v[i] += add[i];
+        drop(v, key, row, walk.column);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) v[i] += to_float(residuals[r].v[i]);
+      }
+      store(y + row * columns + walk.column, pack_floats<T>(v));
+    }
+  }
+}
 
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
@@ -41,12 +87,31 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
                 static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, scratch);
 }
 
+cudaError_t launch_fwd(const TensorRef& y, const TensorRef& x, const TensorRef& bias, const TensorRef& residual,
+                       const TensorRef& rows, const Dropout& dropout, cudaStream_t stream) {
+  const int64_t n = x.sizes[0];
+  const int columns = static_cast<int>(x.sizes[1]);
+  if (n == 0 || columns == 0) return cudaSuccess;
+  return dispatch_type(x.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const auto launch = [&](auto kernel, int width) {
+      const Tiles t = tiles(n, columns, width, kAnyRowBlocks);
+      kernel<<<t.grid, t.block, 0, stream>>>(y.as<T>(), x.as<T>(), bias.as<T>(), residual.as<T>(), rows.as<int32_t>(),
+                                             n, columns, dropout);
+      return cudaGetLastError();
+    };
+    return packs_fit<T>(columns, y.data, x.data, bias.data, residual.data)
+               ? launch(bias_dropout_add_fwd_kernel<T, kPackWidth<T>>, kPackWidth<T>)
+               : launch(bias_dropout_add_fwd_kernel<T, 1>, 1);
+  });
+}
+
 }  // namespace
 
 cudaError_t bias_dropout_add_fwd(const TensorRef& y, const TensorRef& x, const TensorRef& bias,
                                  const TensorRef& residual, const TensorRef& seed, const TensorRef& rows, double p,
                                  int64_t offset, cudaStream_t stream) {
-  return launch_bias_dropout_add_fwd(y, x, bias, residual, rows, make_dropout(seed, p, offset), stream);
+  return launch_fwd(y, x, bias, residual, rows, make_dropout(seed, p, offset), stream);
 }
 
 cudaError_t bias_dropout_add_bwd(const TensorRef& dx, const TensorRef& dbias, const TensorRef& workspace,
@@ -55,7 +120,7 @@ cudaError_t bias_dropout_add_bwd(const TensorRef& dx, const TensorRef& dbias, co
   const Dropout dropout = make_dropout(seed, p, offset);
   if (!dbias) {
     const TensorRef none;
-    return dx ? launch_bias_dropout_add_fwd(dx, dy, none, none, rows, dropout, stream) : cudaSuccess;
+    return dx ? launch_fwd(dx, dy, none, none, rows, dropout, stream) : cudaSuccess;
   }
   const int64_t n = dy.sizes[0];
   const int columns = static_cast<int>(dy.sizes[1]);

@@ -1,0 +1,630 @@
+// The only file that knows torch, and only its stable ABI: checks the arguments of every operator, finds the current
+// stream, calls the launcher of ops.h and turns its cudaError_t into an exception.
+//
+// An operator is a struct with its name, launcher and tensor arguments (they come first in every schema), and what its
+// scalars demand; Binding<> does the rest.
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <climits>
+#include <cmath>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "arguments.h"
+#include "ops.h"
+
+namespace ls_train {
+namespace {
+
+using torch::stable::Tensor;
+
+DType data_type(const char* op, const char* name, const Tensor& tensor) {
+  static const std::array<std::pair<int32_t, DType>, 8> kTypes = {{{aoti_torch_dtype_float16(), DType::kFloat16},
+                                                                   {aoti_torch_dtype_bfloat16(), DType::kBFloat16},
+                                                                   {aoti_torch_dtype_float32(), DType::kFloat32},
+                                                                   {aoti_torch_dtype_int64(), DType::kInt64},
+                                                                   {aoti_torch_dtype_int32(), DType::kInt32},
+                                                                   {aoti_torch_dtype_uint8(), DType::kUInt8},
+                                                                   {aoti_torch_dtype_bool(), DType::kBool},
+                                                                   {aoti_torch_dtype_float64(), DType::kFloat64}}};
+  int32_t code = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  for (const auto& [known, type] : kTypes) {
+    if (known == code) return type;
+  }
+  fail_argument(op, name, "has a dtype that no operator takes; use float32, float16 or bfloat16");
+}
+
+TensorRef describe(const char* op, const Argument& argument, const Tensor& tensor) {
+  TensorRef t;
+  t.dtype = data_type(op, argument.name, tensor);
+  t.data = tensor.data_ptr();
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  t.dims = static_cast<int>(sizes.size());
+  if (t.dims > TensorRef::kMaxDims) {
+    fail_argument(op, argument.name, "has " + std::to_string(t.dims) + " dimensions");
+  }
+  for (int i = 0; i < t.dims; ++i) {
+    t.sizes[i] = sizes[i];
+    t.strides[i] = strides[i];
+  }
+  return t;
+}
+
+// What the checks of one call have in common.
+struct Call {
+  const char* op = "";
+  int device = -1;
+  std::optional<DType> floating;  // type of the activations and parameters
+  Sizes sizes;
+  double p = 0.0;  // dropout probability
+
+  TensorRef check(const Argument& argument, const Tensor& tensor) {
+    int32_t kind = 0, index = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &kind));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
+    static const int32_t kCuda = aoti_torch_device_type_cuda();
+    if (kind != kCuda) fail_argument(op, argument.name, "is not on a CUDA device; move all arguments to one");
+    if (device < 0) device = index;
+    if (index != device) {
+      fail_argument(op, argument.name,
+                    "is on cuda:" + std::to_string(index) + " but an earlier one is on cuda:" + std::to_string(device) +
+                        "; move all arguments to one device");
+    }
+    const TensorRef t = describe(op, argument, tensor);
+    check_type(argument, t.dtype);
+    if (!fits_shape(argument, t, sizes)) {
+      fail_argument(op, argument.name, "has shape " + shape_text(t) + "; it needs " + needed_shape(argument, sizes));
+    }
+    if (!fits_layout(argument, t)) {
+      fail_argument(op, argument.name,
+                    argument.strided ? "must be contiguous in its last dimension; call .contiguous() on it first"
+                                     : "is not contiguous; call .contiguous() on it first");
+    }
+    return t;
+  }
+
+  TensorRef check(const Argument& argument, const std::optional<Tensor>& tensor) {
+    return tensor.has_value() ? check(argument, *tensor) : TensorRef();
+  }
+
+  void check_type(const Argument& argument, DType type) {
+    constexpr DType kPlain[] = {DType::kFloat32, DType::kFloat32, DType::kFloat64, DType::kInt64,
+                                DType::kInt32,   DType::kUInt8,   DType::kBool};
+    DType expected = kPlain[static_cast<int>(argument.type)];
+    if (argument.type == Type::kFloating) {
+      if (!floating.has_value()) {
+        if (type != DType::kFloat32 && type != DType::kFloat16 && type != DType::kBFloat16) {
+          fail_argument(op, argument.name,
+                        std::string("has dtype ") + type_name(type) + "; use float32, float16 or bfloat16");
+        }
+        floating = type;
+      }
+      expected = *floating;
+    }
+    if (type != expected) {
+      fail_argument(op, argument.name,
+                    std::string("has dtype ") + type_name(type) + "; convert it to " + type_name(expected));
+    }
+  }
+
+  // Kernels count columns in 32 bits; rows (N) in 64.
+  void check_columns() const {
+    for (const char letter : {'C', 'V', 'S', 'T', 'D', 'H'}) {
+      if (sizes[letter] > INT_MAX) fail(op, std::string("dimension ") + letter + " is larger than 2**31 - 1");
+    }
+  }
+
+  void require(bool present, const char* name, const char* when) const {
+    if (!present) fail_argument(op, name, std::string("is missing; it is needed ") + when);
+  }
+
+  void check_dropout(int64_t offset, const TensorRef& seed) const {
+    if (!(p >= 0.0 && p <= 1.0)) fail_argument(op, "p", "= " + std::to_string(p) + " must be between 0 and 1");
+    if (offset < 0 || offset > UINT32_MAX) {
+      fail_argument(op, "offset", "= " + std::to_string(offset) + " must be between 0 and 2**32 - 1");
+    }
+    if (!seed && drops()) {
+      fail_argument(op, "seed", "is missing with p = " + std::to_string(p) + "; pass ls_train.rng.draw_seed(device)");
+    }
+  }
+
+  void check_smoothing(double label_smoothing) const {
+    if (!(label_smoothing >= 0.0 && label_smoothing < 1.0)) {
+      fail_argument(op, "label_smoothing", "= " + std::to_string(label_smoothing) + " must be at least 0, less than 1");
+    }
+    if (label_smoothing > 0.0 && sizes['V'] < 2) fail_argument(op, "label_smoothing", "needs two classes");
+  }
+
+  void check_workspace(const TensorRef& workspace, int64_t floats) const {
+    if (!workspace || workspace.sizes[0] < floats) {
+      fail_argument(op, "workspace",
+                    "has " + std::to_string(workspace ? workspace.sizes[0] : 0) + " elements; it needs " +
+                        std::to_string(floats));
+    }
+  }
+
+  void check_column_sums(const TensorRef& workspace, int sums) const {
+    check_workspace(workspace, sums * std::min<int64_t>(kMaxRowBlocks, sizes['N']) * sizes['C']);
+  }
+
+  // Whether the dropout drops anything (rng.threshold(p) > 0).
+  bool drops() const { return std::nearbyint(p * 65536.0) > 0.0; }
+};
+
+cudaStream_t current_stream(const char* op, int device) {
+  using Function = AOTITorchError (*)(int32_t, void**);
+  // Missing from CPU builds of torch, so not linked: the same library loads there too.
+  static const Function function = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    return library == nullptr ? nullptr
+                              : reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  if (function == nullptr) fail(op, "this torch has no CUDA; install a CUDA build of it");
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(function(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// The type that TORCH_BOX unpacks for a launcher's parameter.
+template <class Parameter, bool kOptional>
+struct Boxed {
+  using type = Parameter;
+};
+template <bool kOptional>
+struct Boxed<TensorRef, kOptional> {
+  using type = std::conditional_t<kOptional, std::optional<Tensor>, Tensor>;
+};
+template <bool kOptional>
+struct Boxed<Activation, kOptional> {
+  using type = std::string;
+};
+
+// The tensor arguments of a call by name.
+template <class Op>
+struct Tensors {
+  std::array<const TensorRef*, std::size(Op::arguments)> refs;
+
+  const TensorRef& operator[](std::string_view name) const {
+    size_t i = 0;
+    while (Op::arguments[i].name != name) ++i;
+    return *refs[i];
+  }
+};
+
+template <class Op>
+constexpr bool has_argument(std::string_view name) {
+  for (const Argument& argument : Op::arguments) {
+    if (argument.name == name) return true;
+  }
+  return false;
+}
+
+template <class Op, class Launcher>
+struct Binding;
+
+template <class Op, class... Parameters>
+struct Binding<Op, cudaError_t (*const)(Parameters...)> {
+  using All = std::tuple<std::decay_t<Parameters>...>;
+  static constexpr size_t kTensors = std::size(Op::arguments);
+  static constexpr size_t kCount = sizeof...(Parameters) - 1;  // without the stream
+
+  template <size_t I>
+  using At = std::tuple_element_t<I, All>;
+  template <size_t I>
+  static constexpr bool kIsOptional = Op::arguments[I < kTensors ? I : 0].optional;
+  template <size_t I>
+  using BoxedAt = typename Boxed<At<I>, kIsOptional<I>>::type;
+
+  template <class TensorIndices, class Indices>
+  struct Caller;
+
+  template <size_t... J, size_t... I>
+  struct Caller<std::index_sequence<J...>, std::index_sequence<I...>> {
+    static void call(BoxedAt<I>... boxed) {
+      Call call;
+      call.op = Op::name;
+      // In braces: evaluated from left to right, so that messages name the first wrong argument.
+      const std::tuple<At<I>...> arguments{unbox<I>(call, boxed)...};
+      const Tensors<Op> tensors{{&std::get<J>(arguments)...}};
+      call.check_columns();
+      if constexpr (has_argument<Op>("seed")) {
+        constexpr size_t kP = last_double<I...>();
+        call.p = std::get<kP>(arguments);
+        call.check_dropout(std::get<kP + 1>(arguments), tensors["seed"]);
+      }
+      Op::check(call, tensors, std::get<I>(arguments)...);
+      const torch::stable::accelerator::DeviceGuard guard(call.device);
+      const cudaError_t error = Op::launch(std::get<I>(arguments)..., current_stream(Op::name, call.device));
+      if (error != cudaSuccess) {
+        fail(Op::name, std::string("the launch failed: ") + cudaGetErrorName(error) + ", " + cudaGetErrorString(error));
+      }
+    }
+  };
+
+  // The dropout probability: the last float of every schema with a seed, followed by the offset.
+  template <size_t... I>
+  static constexpr size_t last_double() {
+    size_t last = 0;
+    ((last = std::is_same_v<At<I>, double> ? I : last), ...);
+    return last;
+  }
+
+  template <size_t I, class B>
+  static At<I> unbox(Call& call, const B& boxed) {
+    if constexpr (I < kTensors) {
+      return call.check(Op::arguments[I], boxed);
+    } else if constexpr (std::is_same_v<B, std::string>) {
+      return activation(call, boxed);
+    } else {
+      return boxed;
+    }
+  }
+
+  static Activation activation(const Call& call, const std::string& name) {
+    if (name == "relu") return Activation::kRelu;
+    if (name == "gelu") return Activation::kGelu;
+    if (name == "gelu_tanh") return Activation::kGeluTanh;
+    if (name == "swish") return Activation::kSwish;
+    fail_argument(call.op, "activation", "= '" + name + "' is unknown; use one of relu, gelu, gelu_tanh, swish");
+  }
+
+  static constexpr auto kFunction = &Caller<std::make_index_sequence<kTensors>, std::make_index_sequence<kCount>>::call;
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// The operators
+
+constexpr Argument kSeed = optional({"seed", Type::kInt64, "1"});
+constexpr Argument kRows = optional({"rows", Type::kInt32, "1"});
+constexpr Argument kWorkspace = {"workspace", Type::kFloat32, "*"};
+
+constexpr Argument floating(const char* name, const char* shape) { return {name, Type::kFloating, shape}; }
+constexpr Argument float32(const char* name, const char* shape) { return {name, Type::kFloat32, shape}; }
+constexpr Argument int64(const char* name, const char* shape) { return {name, Type::kInt64, shape}; }
+constexpr Argument int32(const char* name, const char* shape) { return {name, Type::kInt32, shape}; }
+
+struct Unchecked {  // nothing beyond the tensors and the dropout arguments
+  template <class... Arguments>
+  static void check(const Arguments&...) {}
+};
+
+struct LayerNormFwd : Unchecked {
+  static constexpr const char* name = "layer_norm_fwd";
+  static constexpr auto launch = &ls_train::layer_norm_fwd;
+  static constexpr Argument arguments[] = {floating("y", "NC"),
+                                           float32("mean", "N"),
+                                           float32("rstd", "N"),
+                                           floating("x", "NC"),
+                                           floating("weight", "C"),
+                                           floating("bias", "C"),
+                                           kRows};
+};
+
+struct LayerNormBwd {
+  static constexpr const char* name = "layer_norm_bwd";
+  static constexpr auto launch = &ls_train::layer_norm_bwd;
+  static constexpr Argument arguments[] = {floating("dx", "NC"),
+                                           floating("dweight", "C"),
+                                           floating("dbias", "C"),
+                                           kWorkspace,
+                                           floating("dy", "NC"),
+                                           optional(floating("dresidual", "NC")),
+                                           floating("x", "NC"),
+                                           float32("mean", "N"),
+                                           float32("rstd", "N"),
+                                           floating("weight", "C"),
+                                           kRows};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named& t, const Arguments&...) {
+    call.check_column_sums(t["workspace"], 2);
+  }
+};
+
+struct BiasDropoutAddFwd : Unchecked {
+  static constexpr const char* name = "bias_dropout_add_fwd";
+  static constexpr auto launch = &ls_train::bias_dropout_add_fwd;
+  static constexpr Argument arguments[] = {floating("y", "NC"),
+                                           floating("x", "NC"),
+                                           optional(floating("bias", "C")),
+                                           floating("residual", "NC"),
+                                           kSeed,
+                                           kRows};
+};
+
+struct BiasDropoutAddBwd {
+  static constexpr const char* name = "bias_dropout_add_bwd";
+  static constexpr auto launch = &ls_train::bias_dropout_add_bwd;
+  static constexpr Argument arguments[] = {optional(floating("dx", "NC")),
+                                           optional(floating("dbias", "C")),
+                                           optional(kWorkspace),
+                                           floating("dy", "NC"),
+                                           kSeed,
+                                           kRows};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named& t, const Arguments&...) {
+    call.require(t["dx"] || !call.drops(), "dx", "with dropout");
+    if (t["dbias"]) call.check_column_sums(t["workspace"], 1);
+  }
+};
+
+struct BiasDropoutAddLayerNormFwd : Unchecked {
+  static constexpr const char* name = "bias_dropout_add_layer_norm_fwd";
+  static constexpr auto launch = &ls_train::bias_dropout_add_layer_norm_fwd;
+  static constexpr Argument arguments[] = {floating("y", "NC"),
+                                           floating("sum", "NC"),
+                                           float32("mean", "N"),
+                                           float32("rstd", "N"),
+                                           floating("x", "NC"),
+                                           optional(floating("bias", "C")),
+                                           floating("residual", "NC"),
+                                           floating("weight", "C"),
+                                           floating("norm_bias", "C"),
+                                           kSeed,
+                                           kRows};
+};
+
+struct BiasDropoutAddLayerNormBwd {
+  static constexpr const char* name = "bias_dropout_add_layer_norm_bwd";
+  static constexpr auto launch = &ls_train::bias_dropout_add_layer_norm_bwd;
+  static constexpr Argument arguments[] = {optional(floating("dx", "NC")),
+                                           floating("dresidual", "NC"),
+                                           optional(floating("dbias", "C")),
+                                           floating("dweight", "C"),
+                                           floating("dnorm_bias", "C"),
+                                           kWorkspace,
+                                           floating("dy", "NC"),
+                                           optional(floating("dsum", "NC")),
+                                           floating("sum", "NC"),
+                                           float32("mean", "N"),
+                                           float32("rstd", "N"),
+                                           floating("weight", "C"),
+                                           kSeed,
+                                           kRows};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named& t, const Arguments&...) {
+    call.require(t["dx"] || !call.drops(), "dx", "with dropout");
+    call.check_column_sums(t["workspace"], t["dbias"] ? 3 : 2);
+  }
+};
+
+struct BiasActivationDropoutFwd : Unchecked {
+  static constexpr const char* name = "bias_activation_dropout_fwd";
+  static constexpr auto launch = &ls_train::bias_activation_dropout_fwd;
+  static constexpr Argument arguments[] = {floating("y", "NC"), floating("x", "NC"), optional(floating("bias", "C")),
+                                           kSeed, kRows};
+};
+
+struct BiasActivationDropoutBwd {
+  static constexpr const char* name = "bias_activation_dropout_bwd";
+  static constexpr auto launch = &ls_train::bias_activation_dropout_bwd;
+  static constexpr Argument arguments[] = {floating("dx", "NC"),
+                                           optional(floating("dbias", "C")),
+                                           optional(kWorkspace),
+                                           floating("dy", "NC"),
+                                           floating("saved", "NC"),
+                                           optional(floating("bias", "C")),
+                                           kSeed,
+                                           kRows};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named& t, const Arguments&...) {
+    if (t["dbias"]) call.check_column_sums(t["workspace"], 1);
+  }
+};
+
+struct AttentionFwd : Unchecked {
+  static constexpr const char* name = "attention_fwd";
+  static constexpr auto launch = &ls_train::attention_fwd;
+  static constexpr Argument arguments[] = {
+      floating("out", "QHD"),        float32("lse", "QH"), strided(floating("q", "QHD")), strided(floating("k", "KHD")),
+      strided(floating("v", "KHD")), int32("cu_q", "B+"),  int32("cu_k", "B+"),           kSeed};
+};
+
+struct AttentionBwd {
+  static constexpr const char* name = "attention_bwd";
+  static constexpr auto launch = &ls_train::attention_bwd;
+  static constexpr Argument arguments[] = {strided(floating("dq", "QHD")),
+                                           strided(floating("dk", "KHD")),
+                                           strided(floating("dv", "KHD")),
+                                           kWorkspace,
+                                           floating("dout", "QHD"),
+                                           strided(floating("q", "QHD")),
+                                           strided(floating("k", "KHD")),
+                                           strided(floating("v", "KHD")),
+                                           floating("out", "QHD"),
+                                           float32("lse", "QH"),
+                                           int32("cu_q", "B+"),
+                                           int32("cu_k", "B+"),
+                                           kSeed};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named& t, const Arguments&...) {
+    call.check_workspace(t["workspace"], call.sizes['Q'] * call.sizes['H']);
+  }
+};
+
+struct SoftmaxDropoutFwd {
+  static constexpr const char* name = "softmax_dropout_fwd";
+  static constexpr auto launch = &ls_train::softmax_dropout_fwd;
+  static constexpr Argument arguments[] = {optional(floating("y", "BHTS")), floating("probs", "BHTS"),
+                                           floating("x", "BHTS"), optional({"key_padding_mask", Type::kBool, "BS"}),
+                                           kSeed};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named& t, const Arguments&...) {
+    call.require(t["y"] || !call.drops(), "y", "with dropout");
+  }
+};
+
+struct SoftmaxDropoutBwd : Unchecked {
+  static constexpr const char* name = "softmax_dropout_bwd";
+  static constexpr auto launch = &ls_train::softmax_dropout_bwd;
+  static constexpr Argument arguments[] = {floating("dx", "BHTS"), floating("dy", "BHTS"), floating("probs", "BHTS"),
+                                           kSeed};
+};
+
+struct DropoutFwd : Unchecked {
+  static constexpr const char* name = "dropout_fwd";
+  static constexpr auto launch = &ls_train::dropout_fwd;
+  static constexpr Argument arguments[] = {floating("y", "NC"), floating("x", "NC"), int64("seed", "1"), kRows};
+};
+
+struct EmbeddingFwd : Unchecked {
+  static constexpr const char* name = "embedding_fwd";
+  static constexpr auto launch = &ls_train::embedding_fwd;
+  static constexpr Argument arguments[] = {floating("y", "NC"),
+                                           int64("tokens", "N"),
+                                           int64("positions", "N"),
+                                           floating("weight", "VC"),
+                                           optional(floating("position_weight", "PC")),
+                                           kSeed,
+                                           kRows};
+};
+
+struct EmbeddingBwd : Unchecked {
+  static constexpr const char* name = "embedding_bwd";
+  static constexpr auto launch = &ls_train::embedding_bwd;
+  static constexpr Argument arguments[] = {
+      floating("dweight", "VC"), floating("dy", "NC"), int64("order", "N"), int64("sorted_ids", "N"), kSeed, kRows};
+};
+
+struct CrossEntropyFwd {
+  static constexpr const char* name = "cross_entropy_fwd";
+  static constexpr auto launch = &ls_train::cross_entropy_fwd;
+  static constexpr Argument arguments[] = {float32("loss", "N"),
+                                           float32("nll", "N"),
+                                           float32("lse", "N"),
+                                           optional(int32("correct", "N")),
+                                           floating("logits", "NV"),
+                                           int64("target", "N"),
+                                           kRows};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named&, const Arguments&... arguments) {
+    call.check_smoothing(std::get<sizeof...(Arguments) - 2>(std::tie(arguments...)));
+  }
+};
+
+struct CrossEntropyBwd {
+  static constexpr const char* name = "cross_entropy_bwd";
+  static constexpr auto launch = &ls_train::cross_entropy_bwd;
+  static constexpr Argument arguments[] = {floating("dlogits", "NV"), float32("dloss", "N"), floating("logits", "NV"),
+                                           float32("lse", "N"),       int64("target", "N"),  kRows};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named&, const Arguments&... arguments) {
+    call.check_smoothing(std::get<sizeof...(Arguments) - 2>(std::tie(arguments...)));
+  }
+};
+
+struct CrossEntropyInplace {
+  static constexpr const char* name = "cross_entropy_inplace";
+  static constexpr auto launch = &ls_train::cross_entropy_inplace;
+  static constexpr Argument arguments[] = {floating("logits", "NV"),
+                                           float32("loss", "N"),
+                                           float32("nll", "N"),
+                                           optional(int32("correct", "N")),
+                                           int64("target", "N"),
+                                           kRows,
+                                           optional(float32("grad_scale", "1"))};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named&, const Arguments&... arguments) {
+    call.check_smoothing(std::get<sizeof...(Arguments) - 2>(std::tie(arguments...)));
+  }
+};
+
+struct GradNorm {
+  static constexpr const char* name = "grad_norm";
+  static constexpr auto launch = &ls_train::grad_norm;
+  static constexpr Argument arguments[] = {
+      float32("norm", "1"),  float32("found_inf", "1"), kWorkspace,
+      floating("grad", "E"), int64("segments", "S+"),   optional({"active", Type::kUInt8, "S"})};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named& t, const Arguments&...) {
+    call.check_workspace(t["workspace"], 2 * kMaxNormBlocks);
+  }
+};
+
+struct AdamPrepare {
+  static constexpr const char* name = "adam_prepare";
+  static constexpr auto launch = &ls_train::adam_prepare;
+  static constexpr Argument arguments[] = {int64("segment_step", "S"),          int64("update", "2"),
+                                           float32("grad_scale", "1"),          optional({"active", Type::kUInt8, "S"}),
+                                           optional(float32("norm", "1")),      optional(float32("found_inf", "1")),
+                                           optional(float32("multiplier", "1"))};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named& t, const Arguments&... arguments) {
+    const double max_norm = std::get<sizeof...(Arguments) - 1>(std::tie(arguments...));
+    call.require(t["norm"] || !(max_norm > 0.0), "norm", "with max_norm > 0");
+  }
+};
+
+struct Adam {
+  static constexpr const char* name = "adam";
+  static constexpr auto launch = &ls_train::adam;
+  static constexpr Argument arguments[] = {floating("param", "E"),
+                                           optional(float32("master", "E")),
+                                           float32("exp_avg", "E"),
+                                           float32("exp_avg_sq", "E"),
+                                           floating("grad", "E"),
+                                           int64("segments", "S+"),
+                                           int32("segment_group", "S"),
+                                           int64("segment_step", "S"),
+                                           optional({"active", Type::kUInt8, "S"}),
+                                           {"hyper", Type::kFloat64, "G6"},
+                                           int64("update", "2"),
+                                           optional(float32("grad_scale", "1")),
+                                           optional(float32("found_inf", "1"))};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named& t, const Arguments&...) {
+    call.require(t["master"] || call.floating == DType::kFloat32, "master", "with 16-bit parameters");
+  }
+};
+
+}  // namespace
+}  // namespace ls_train
+
+#define LS_TRAIN_BIND(Op) m.impl(Op::name, TORCH_BOX((Binding<Op, decltype(Op::launch)>::kFunction)))
+
+STABLE_TORCH_LIBRARY_IMPL(ls_train, CUDA, m) {
+  using namespace ls_train;
+  LS_TRAIN_BIND(LayerNormFwd);
+  LS_TRAIN_BIND(LayerNormBwd);
+  LS_TRAIN_BIND(BiasDropoutAddFwd);
+  LS_TRAIN_BIND(BiasDropoutAddBwd);
+  LS_TRAIN_BIND(BiasDropoutAddLayerNormFwd);
+  LS_TRAIN_BIND(BiasDropoutAddLayerNormBwd);
+  LS_TRAIN_BIND(BiasActivationDropoutFwd);
+  LS_TRAIN_BIND(BiasActivationDropoutBwd);
+  LS_TRAIN_BIND(AttentionFwd);
+  LS_TRAIN_BIND(AttentionBwd);
+  LS_TRAIN_BIND(SoftmaxDropoutFwd);
+  LS_TRAIN_BIND(SoftmaxDropoutBwd);
+  LS_TRAIN_BIND(DropoutFwd);
+  LS_TRAIN_BIND(EmbeddingFwd);
+  LS_TRAIN_BIND(EmbeddingBwd);
+  LS_TRAIN_BIND(CrossEntropyFwd);
+  LS_TRAIN_BIND(CrossEntropyBwd);
+  LS_TRAIN_BIND(CrossEntropyInplace);
+  LS_TRAIN_BIND(GradNorm);
+  LS_TRAIN_BIND(AdamPrepare);
+  LS_TRAIN_BIND(Adam);
+}
