@@ -99,6 +99,7 @@ _KNOWN_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     (UserWarning, r"Support for mismatched key_padding_mask and attn_mask"),
     (UserWarning, r"hydra\.experimental\.\w+\(\) is no longer experimental"),
     (UserWarning, r"\s*'config' is validated against ConfigStore schema"),
+    (UserWarning, r"\s*The strict flag in the compose API is deprecated"),
     (UserWarning, r"In 'config': Usage of deprecated keyword in package header"),
     (UserWarning, r"\s*The version_base parameter is not specified"),
     (UserWarning, r"'pin_memory' argument is set as true but no accelerator is found"),

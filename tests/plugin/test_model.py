@@ -243,6 +243,8 @@ def test_incremental_steps(options):
             whole = model.decoder(tokens[:, :length], encoder_out)[0]
             assert logits.shape == (tokens.shape[0], 1, whole.shape[2])
             torch.testing.assert_close(logits[:, 0], whole[:, -1], rtol=1e-5, atol=1e-5)
+        at_once = model.decoder(tokens, encoder_out, incremental_state={})[0]
+    torch.testing.assert_close(at_once, logits, rtol=1e-5, atol=1e-5)
 
 
 def test_no_attention_unless_asked():
