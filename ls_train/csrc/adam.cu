@@ -1,10 +1,11 @@
 // Adam over a flat parameter buffer (ls_train/ops/adam.py has the formulas), and the counters before it.
 //
-// adam_kernel: grid four blocks a multiprocessor, block 256; every block an equal range of elements, gone over slot by
-// slot.
-//   Reads grad once, reads and writes param or its float master, exp_avg and exp_avg_sq once, writes the 16-bit param
-//   once: 28 bytes a parameter with 16-bit param and grad, 28 with float ones.
-// adam_prepare_kernel: one block, 8 * S bytes.
+// adam_kernel
+//   Grid four blocks a multiprocessor, block 256: every block an equal range of elements, gone over slot by slot. Reads
+//   grad once, reads and writes param or its float master, exp_avg and exp_avg_sq once, writes the 16-bit param once:
+//   28 bytes a parameter, with 16-bit param and grad as with float ones.
+// adam_prepare_kernel
+//   One block; 16 * S bytes.
 #include "ops.h"
 #include "segments.cuh"
 

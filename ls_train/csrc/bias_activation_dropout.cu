@@ -1,9 +1,10 @@
 // y = dropout(activation(x + bias)) and its backward.
 //
-// bias_activation_dropout_fwd_kernel: tiles of row_kernels.cuh. Reads x once, writes y once: 2 * N * C * sizeof(T)
-// bytes. bias_activation_dropout_bwd_kernel: tiles with at most 264 row blocks, the column sums in registers. Reads dy
-// and saved
-//   once, writes dx once: 3 * N * C * sizeof(T) bytes.
+// bias_activation_dropout_fwd_kernel
+//   Tiles of row_kernels.cuh. Reads x once, writes y once: 2 * N * C * sizeof(T) bytes.
+// bias_activation_dropout_bwd_kernel
+//   Tiles with at most 264 row blocks, the column sums in registers. Reads dy and saved once, writes dx once: 3 * N * C
+//   * sizeof(T) bytes.
 #include "activations.cuh"
 #include "row_kernels.cuh"
 

@@ -1,12 +1,11 @@
 // y = residual + dropout(x + bias); dx = mask * scale * dy, dbias = column sum of dx.
 //
-// bias_dropout_add_fwd_kernel: tiles of row_kernels.cuh, the bias pack in registers; bias and residual may be absent,
-// which
-//   makes it dropout alone. Reads x and residual once, writes y once: 3 (without residual: 2) * N * C * sizeof(T)
-//   bytes.
-// bias_dropout_add_bwd_kernel: tiles with at most 264 row blocks, the column sums in registers. Reads dy once, writes
-// dx
-//   once: 2 * N * C * sizeof(T) bytes (1 without dropout, where dx is dy itself and not written).
+// bias_dropout_add_fwd_kernel
+//   Tiles of row_kernels.cuh, the bias pack in registers; bias and residual may be absent, which makes it dropout
+//   alone. Reads x and residual once, writes y once: 3 (without residual: 2) * N * C * sizeof(T) bytes.
+// bias_dropout_add_bwd_kernel
+//   Tiles with at most 264 row blocks, the column sums in registers. Reads dy once, writes dx once: 2 * N * C *
+//   sizeof(T) bytes (1 without dropout, where dx is dy itself and not written).
 #include "row_kernels.cuh"
 
 namespace ls_train {

@@ -1,7 +1,8 @@
 // Second step of a column sum: partial rows -> parameter gradients.
 //
-// Grid (ceil(C / 32), sums), block (32, 32): one column a threadIdx.x. Reads the workspace [sum][row block][C] once,
-// writes (C,) T a sum (and reads it with accumulate). Its bytes are at most 264 rows a sum, not counted by benchmarks.
+// column_sum_kernel
+//   Grid (ceil(C / 32), sums), block (32, 32): one column a threadIdx.x. Reads the workspace [sum][row block][C] once,
+//   writes (C,) T a sum (and reads it with accumulate): at most 264 rows a sum, which benchmarks do not count.
 #include "row_kernels.cuh"
 
 namespace ls_train {

@@ -1,8 +1,9 @@
 // Label-smoothed cross entropy of rows of logits, forward and backward apart; cross_entropy.cuh has the formulas.
 //
-// Grid N, block up to 512, one row a block.
-// cross_entropy_fwd_kernel: reads the logits once: N * V * sizeof(T) bytes.
-// cross_entropy_bwd_kernel: reads logits once, writes dlogits once: 2 * N * V * sizeof(T) bytes.
+// cross_entropy_fwd_kernel
+//   Grid N, block up to 512, one row a block. Reads the logits once: N * V * sizeof(T) bytes.
+// cross_entropy_bwd_kernel
+//   Grid N, block up to 512, one row a block. Reads logits once, writes dlogits once: 2 * N * V * sizeof(T) bytes.
 #include "cross_entropy.cuh"
 
 namespace ls_train {

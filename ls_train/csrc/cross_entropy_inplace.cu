@@ -1,9 +1,9 @@
 // Label-smoothed cross entropy of rows of logits that become their own gradient; cross_entropy.cuh has the formulas.
 //
-// cross_entropy_inplace_kernel: grid N, block up to 512, one row a block, the row staged in shared memory (80 KB for
-// 40k
-//   halves: two blocks a multiprocessor). Reads and writes the logits once: 2 * N * V * sizeof(T) bytes. Rows that do
-//   not fit or are not aligned (kStaged false) are read a second time, mostly from L2.
+// cross_entropy_inplace_kernel
+//   Grid N, block up to 512, one row a block, the row staged in shared memory (80 KB for 40k halves: two blocks a
+//   multiprocessor). Reads and writes the logits once: 2 * N * V * sizeof(T) bytes. Rows that do not fit or are not
+//   aligned (kStaged false) are read a second time, mostly from L2.
 #include <cuda_pipeline_primitives.h>
 
 #include "cross_entropy.cuh"

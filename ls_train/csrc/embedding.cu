@@ -1,14 +1,14 @@
 // y = dropout(scale * weight[token] + position_weight[position]) and the gradient of either table.
 //
-// embedding_fwd_kernel: tiles of row_kernels.cuh. Reads one table row (and a position row, mostly from L2) a token,
-// writes y
-//   once: 2 * N * C * sizeof(T) bytes. An id outside its table makes the row NaN.
-// embedding_bwd_kernel: grid (ceil(N / 32), ceil(C / block columns)), block (lanes, workers) of 256. A block owns the
-// runs of
-//   equal ids that start in its 32 sorted positions; a worker sums a run of up to kShortRun rows by itself in order,
-//   the whole block a longer one (every worker its fixed share, the shares added in fixed order). Every table row is
-//   written once, without atomics. Reads dy once; writes (with accumulate also reads) the rows of the ids in the batch.
-//   Without accumulate the whole table is set to zero before: (N + V) * C * sizeof(T) bytes.
+// embedding_fwd_kernel
+//   Tiles of row_kernels.cuh. Reads one table row (and a position row, mostly from L2) a token, writes y once: 2 * N *
+//   C * sizeof(T) bytes. An id outside its table makes the row NaN.
+// embedding_bwd_kernel
+//   Grid (ceil(N / 32), ceil(C / block columns)), block (lanes, workers) of 256. A block owns the runs of equal ids
+//   that start in its 32 sorted positions; a worker sums a run of up to kShortRun rows by itself in order, the whole
+//   block a longer one (every worker its fixed share, the shares added in fixed order). Every table row is written
+//   once, without atomics. Reads dy once; writes (with accumulate also reads) the rows of the ids in the batch. Without
+//   accumulate the whole table is set to zero before: (N + V) * C * sizeof(T) bytes.
 #include "row_kernels.cuh"
 
 namespace ls_train {

@@ -1,9 +1,11 @@
 // L2 norm of a flat gradient buffer over its active slots, and whether one of their elements is not finite.
 //
-// grad_norm_kernel: grid up to 1024, block 256: every block an equal range of elements, its sum of squares and its flag
-//   into the workspace. Reads grad once: n * sizeof(T) bytes. Squares are summed in float: gradients whose norm is
-//   beyond 1e19 give inf without the flag.
-// grad_norm_finish_kernel: one block adds the partial results in a fixed order.
+// grad_norm_kernel
+//   Grid up to 1024, block 256: every block an equal range of elements, its sum of squares and its flag into the
+//   workspace. Reads grad once: n * sizeof(T) bytes. Squares are summed in float: gradients whose norm is beyond 1e19
+//   give inf without the flag.
+// grad_norm_finish_kernel
+//   One block adds the partial results in a fixed order.
 #include "ops.h"
 #include "segments.cuh"
 

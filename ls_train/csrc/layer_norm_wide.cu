@@ -1,10 +1,11 @@
-// Layer norm backward for rows of more than 4096 columns, which the register kernel of layer_norm.cuh cannot hold.
+// Layer norm backward for rows of more than 4096 columns, which the register kernel of layer_norm.cuh cannot hold. Any
+// alignment, element by element: correctness for sizes that no recipe uses.
 //
-// layer_norm_bwd_wide_rows_kernel: grid N, block 512, one row a block. Reads dy and the normalised rows twice (the second
-//   time mostly from L2), dsum once, writes dresidual (and dx) once.
-// layer_norm_bwd_wide_columns_kernel: tiles of row_kernels.cuh. Reads dy and the normalised rows (and dresidual) once more
-//   for the partial column sums.
-// Any width and alignment, element by element: correctness for sizes that no recipe uses.
+// layer_norm_bwd_wide_rows_kernel
+//   Grid N, block 512, one row a block. Reads dy and the normalised rows twice (the second time mostly from L2), dsum
+//   once, writes dresidual (and dx) once.
+// layer_norm_bwd_wide_columns_kernel
+//   Tiles of row_kernels.cuh. Reads dy and the normalised rows (and dresidual) once more for the partial column sums.
 #include "layer_norm.cuh"
 
 namespace ls_train {

@@ -1,5 +1,4 @@
-// Dropout: Philox 4x32-10 as in ls_train/rng.py, which explains counters and lanes. The keep masks are equal bit for
-// bit.
+// Dropout: Philox 4x32-10 as in ls_train/rng.py, which explains counters and lanes. Keep masks are equal bit for bit.
 #pragma once
 
 #include <cuda_runtime.h>

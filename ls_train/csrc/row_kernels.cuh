@@ -4,8 +4,7 @@
 // - Row groups: `lanes` neighbouring threads (a power of two) share one row and reduce over it.
 // - Tiles: a thread owns one pack column and walks down rows; nothing is reduced over a row.
 // - Column sums: every row block adds its rows in a fixed order into one row of the workspace, [sum][row block][C], and
-//   finish_column_sums adds these in a fixed order into the parameter gradients. No atomics: two runs give the same
-//   bits.
+//   finish_column_sums adds these in a fixed order into the gradients. No atomics: two runs give the same bits.
 #pragma once
 
 #include <algorithm>

@@ -1,10 +1,14 @@
 // probs = softmax of masked scores, y = dropout(probs), and the backward. Rows of (B, H, T, S) are (b, h, t).
 //
-// Grid ceil(rows / groups), block (lanes, groups): `lanes` threads hold one row in registers, kPacks packs each: one
-// for rows of up to 32 packs, so that many warps are in flight, else four. softmax_dropout_fwd_kernel: reads x once,
-// writes probs once and with dropout y once: 2 or 3 * B * H * T * S * sizeof(T) bytes. softmax_dropout_bwd_kernel:
-// reads dy and probs once, writes dx once: 3 * B * H * T * S * sizeof(T) bytes. The instantiations for kWidth 1 go over
-// rows that do not fit into registers in chunks and read them from memory again in later passes.
+// softmax_dropout_fwd_kernel
+//   Grid ceil(rows / groups), block (lanes, groups): `lanes` threads hold one row in registers, kPacks packs each: one
+//   for rows of up to 32 packs, so that many warps are in flight, else four. Reads x once, writes probs once and with
+//   dropout y once: 2 or 3 * B * H * T * S * sizeof(T) bytes.
+// softmax_dropout_bwd_kernel
+//   The same layout. Reads dy and probs once, writes dx once: 3 * B * H * T * S * sizeof(T) bytes.
+//
+// The instantiations for kWidth 1 go over rows that do not fit into registers in chunks and read them from memory again
+// in later passes.
 #include <type_traits>
 
 #include "row_kernels.cuh"
