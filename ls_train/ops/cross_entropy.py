@@ -78,7 +78,7 @@ def _backward(
     _check_rows(arguments, logits, dloss=dloss, lse=lse)
     used = used_rows(rows, logits.shape[0])
     labels = _labels(arguments, target[:used], logits, ignore_index)
-    store(dlogits, _gradient(wide(logits[:used]), lse[:used], labels, dloss[:used, None], label_smoothing))
+    _store_gradient(dlogits, wide(logits[:used]), lse[:used], labels, dloss[:used, None], label_smoothing)
 
 
 @reference("cross_entropy_inplace")
@@ -101,8 +101,7 @@ def _inplace(
     labels = _labels(arguments, target[:used], logits, ignore_index)
     value = wide(logits[:used])
     lse = _losses(loss, nll, correct, value, labels, label_smoothing)
-    factor = value.new_ones(1) if grad_scale is None else grad_scale.to(value.dtype)
-    store(logits, _gradient(value, lse, labels, factor, label_smoothing))
+    _store_gradient(logits, value, lse, labels, grad_scale, label_smoothing)
 
 
 def _losses(
@@ -115,7 +114,8 @@ def _losses(
     loss_value = nll_value
     if label_smoothing > 0:
         share = label_smoothing / (logits.shape[1] - 1)
-        loss_value = (1 - label_smoothing - share) * nll_value + share * (lse[:, None] - logits).sum(1)
+        total = (lse - logits.mean(1)).mul_(logits.shape[1])  # of lse - logit over the classes, without cancellation
+        loss_value = (1 - label_smoothing - share) * nll_value + share * total
     store(loss, loss_value.masked_fill(ignored, 0))
     store(nll, nll_value.masked_fill(ignored, 0))
     if correct is not None:
@@ -123,12 +123,25 @@ def _losses(
     return lse
 
 
-def _gradient(logits: Tensor, lse: Tensor, labels: Tensor, factor: Tensor, label_smoothing: float) -> Tensor:
+def _store_gradient(
+    out: Tensor, logits: Tensor, lse: Tensor, labels: Tensor, factor: Tensor | None, label_smoothing: float
+) -> None:
+    """Write factor * (softmax - smoothed target) of the rows ``logits``, which ``out`` may hold, and zeros beyond."""
+    used = out[: logits.shape[0]]
+    grad = torch.sub(logits, lse[:, None], out=used if used.dtype == logits.dtype else torch.empty_like(logits)).exp_()
     share = label_smoothing / (logits.shape[1] - 1) if label_smoothing > 0 else 0.0
-    grad = (logits - lse[:, None]).exp_().sub_(share)
+    if share > 0:
+        grad.sub_(share)
     at_target = torch.full((labels.numel(), 1), share - (1 - label_smoothing), dtype=grad.dtype)
     grad.scatter_add_(1, labels.clamp(min=0)[:, None], at_target)
-    return grad.mul_(factor).masked_fill_((labels < 0)[:, None], 0)
+    if factor is not None:
+        grad.mul_(factor)
+    ignored = (labels < 0)[:, None]
+    if ignored.any():
+        grad.masked_fill_(ignored, 0)
+    if grad.dtype != out.dtype:
+        used.copy_(grad)
+    out[logits.shape[0] :].zero_()
 
 
 def cross_entropy(

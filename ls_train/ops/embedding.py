@@ -72,8 +72,13 @@ def _backward(
     used = used_rows(rows, dy.shape[0])
     contributes = (order < used) & (sorted_ids != padding_idx)
     grad = drop(wide(dy[:used]), seed, offset, p).index_select(0, order[contributes])
-    total = torch.zeros(dweight.shape, dtype=grad.dtype)
-    store_gradient(dweight, total.index_add_(0, sorted_ids[contributes], grad, alpha=scale), accumulate)
+    if dweight.dtype == grad.dtype and not accumulate:
+        total = dweight.zero_()
+    else:
+        total = torch.zeros(dweight.shape, dtype=grad.dtype)
+    total.index_add_(0, sorted_ids[contributes], grad, alpha=scale)
+    if total is not dweight:
+        store_gradient(dweight, total, accumulate)
 
 
 def embedding(

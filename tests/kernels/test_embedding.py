@@ -19,7 +19,7 @@ def random_ids(rows: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 class TestLeaf(LeafContract):
-    # The gradient's ids are sorted: which of them are unused shows in their order, see test_gradient_skips_unused_rows.
+    # Not order and sorted_ids: which of them belong to unused rows depends on all ids.
     row_arguments = frozenset({"y", "tokens", "positions", "dy"})
 
     def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
