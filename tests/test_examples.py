@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "wmt14"
 
@@ -53,31 +52,6 @@ def test_filter_keeps_pairs_of_similar_length(tmp_path):
         paths[side].write_text("".join(f"{pair[side]}\n" for pair in pairs))
     assert load("clean").filter_pairs(paths[:2], paths[2:], max_ratio=1.5, max_length=4) == (4, 1)
     assert (paths[2].read_text(), paths[3].read_text()) == ("a b c\n", "x y\n")
-
-
-def test_average_of_the_last_checkpoints(tmp_path):
-    for epoch, value in ((1, 100.0), (9, 1.0), (10, 4.0)):
-        weights = {"w": torch.full((2,), value, dtype=torch.float16), "version": torch.tensor([epoch])}
-        torch.save({"model": weights, "epoch": epoch}, tmp_path / f"checkpoint{epoch}.pt")
-    torch.save({"model": {}}, tmp_path / "checkpoint_best.pt")
-    module = load("average")
-    paths = module.last_checkpoints(tmp_path, 2)
-    assert [path.name for path in paths] == ["checkpoint9.pt", "checkpoint10.pt"]
-    result = module.average(paths)
-    assert result["epoch"] == 10
-    assert result["model"]["w"].tolist() == [2.5, 2.5]
-    assert result["model"]["w"].dtype == torch.float16
-    assert result["model"]["version"].tolist() == [10]
-    with pytest.raises(ValueError, match="holds 3 numbered checkpoints, fewer than --last 4"):
-        module.last_checkpoints(tmp_path, 4)
-
-
-def test_average_refuses_different_models(tmp_path):
-    for epoch, name in ((1, "a"), (2, "b")):
-        torch.save({"model": {name: torch.ones(1)}}, tmp_path / f"checkpoint{epoch}.pt")
-    module = load("average")
-    with pytest.raises(ValueError, match=r"checkpoint2.pt has other parameters than .*checkpoint1.pt: \['a', 'b'\]"):
-        module.average(module.last_checkpoints(tmp_path, 2))
 
 
 @pytest.mark.parametrize("command", ["wmt_flags base", "wmt_flags big", "quickstart_flags cpu", "quickstart_flags gpu"])

@@ -18,7 +18,7 @@ if [ "${1:-}" = --engine ]; then
 fi
 run=$work/$size-$engine
 
-python3 "$here/average.py" "$run" --last "$last" --output "$run/averaged.pt"
+lightseq-average --inputs "$run" --num-epoch-checkpoints "$last" --output "$run/averaged.pt"
 
 device=(--fp16)
 if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
