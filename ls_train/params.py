@@ -152,14 +152,12 @@ class FlatBuffer:
     @property
     def grad(self) -> Tensor:
         """Gradients (n,), laid out like ``data``; allocated at first use."""
-        if self._grad is None:
-            self._place_grads(torch.zeros_like(self.data))
+        self._allocate_grads()
         return self._grad
 
     def slot(self, param: Tensor) -> GradSlot:
         """Return the gradient slot of ``param``, which this buffer must own."""
-        if self._grad is None:
-            self._place_grads(torch.zeros_like(self.data))
+        self._allocate_grads()
         return self._slots[self._index[id(param)]]
 
     def intact(self) -> bool:
@@ -205,8 +203,7 @@ class FlatBuffer:
                 self._grad = grads[0].detach().view(-1)
                 self._slots = [GradSlot(self.params[0], grads[0])]
             return [True]
-        if self._grad is None:
-            self._place_grads(torch.zeros_like(self.data))
+        self._allocate_grads()
         stray = [s for s, g in zip(self._slots, grads, strict=True) if g is not None and g is not s.tensor]
         if stray:
             torch._foreach_copy_([slot.tensor for slot in stray], [slot.param.grad.detach() for slot in stray])
@@ -214,12 +211,13 @@ class FlatBuffer:
                 slot.param.grad = slot.tensor
         return [grad is not None for grad in grads]
 
-    def _place_grads(self, flat: Tensor) -> None:
-        self._grad = flat
-        self._slots = [
-            GradSlot(param, flat[begin : begin + param.numel()].view(param.shape))
-            for begin, param in zip(self.begins, self.params, strict=False)
-        ]
+    def _allocate_grads(self) -> None:
+        if self._grad is None:
+            self._grad = torch.zeros_like(self.data)
+            self._slots = [
+                GradSlot(param, self._grad[begin : begin + param.numel()].view(param.shape))
+                for begin, param in zip(self.begins, self.params, strict=False)
+            ]
 
     @staticmethod
     def _window(flat: Tensor, begin: int, param: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from fairseq.optim.adam import FairseqAdamConfig
 from omegaconf import OmegaConf
 from torch import nn
 
+from ls_train.optim import DynamicLossScale, FusedAdam
+
 UPDATES = 20
 BATCH = 37
 
@@ -166,6 +168,36 @@ def test_overflow_leaves_everything_as_it_was():
     assert loss != loss
     assert wrapper.scaler.loss_scale == 2.0**17
     torch.testing.assert_close((model.state_dict(), wrapper.optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+
+
+def test_loss_scale_on_the_device_equals_the_wrapper():
+    """FusedAdam with DynamicLossScale skips the same updates and gives the same losses."""
+    start = 2.0**17  # overflows at first, and again each time it has grown
+    model, ours = Network(torch.float16, steady=True), Network(torch.float16, steady=True)
+    wrapper = optim.MemoryEfficientFP16Optimizer.build_optimizer(
+        config("ls_adam", init_scale=start), list(model.parameters())
+    )
+    expected, scales = [], []
+    for update in range(UPDATES):
+        expected += train(model, wrapper, range(update, update + 1))
+        scales.append(wrapper.scaler.loss_scale)
+    optimizer = FusedAdam(ours.parameters(), betas=(0.9, 0.98), weight_decay=0.01, eps_after_correction=False)
+    scale = DynamicLossScale("cpu", start, scale_window=8)
+    for update in range(UPDATES):
+        optimizer.zero_grad()
+        loss = ours(update)
+        (loss * scale.scale).backward()
+        norm, found_inf = optimizer.grad_norm()
+        optimizer.param_groups[0]["lr"] = 3e-3 / (1 + update / 10)
+        optimizer.step(scale=scale.scale * BATCH, max_norm=0.5, norm=norm, found_inf=found_inf)
+        scale.update(found_inf)
+        assert scale.scale.item() == scales[update]
+        if expected[update] == expected[update]:
+            assert loss.item() / BATCH == pytest.approx(expected[update], rel=1e-4)
+        else:
+            assert found_inf.item() == 1
+    assert 1 < sum(loss != loss for loss in expected) < UPDATES / 2
+    assert max(scales[4:]) > min(scales)
 
 
 def test_state_goes_to_and_from_fairseqs_adam(tmp_path):
