@@ -16,14 +16,23 @@
 namespace ls_train {
 namespace {
 
-constexpr int kMaxQueries = 64;
-constexpr int kMaxKeys = 128;
+constexpr int kMaxKeys = 128;             // of a block
+constexpr int kWholeMemory = 160 * 1024;  // beyond, two kernels keep a multiprocessor busier than one block does
 
-template <int kDim>
-constexpr int kPart = kDim % 64 == 0 ? 64 : 32;  // columns of dk and dv that a warp accumulates
+// Columns of dk and dv that a warp accumulates. Where the accumulators live through a loop over tiles of queries, 64
+// would spill.
+template <int kDim, bool kWhole>
+constexpr int kColumns = kWhole && kDim % 64 == 0 ? 64 : 32;
 
+template <int kDim, bool kWhole>
+constexpr int kParts = kDim / kColumns<kDim, kWhole>;
+
+// Keys of a block that owns a part of the sequence, and queries of one of its tiles.
 template <int kDim>
-constexpr int kBlockThreads = (kDim <= 64 ? 8 : 16) * kWarp;
+constexpr int kPartRows = kDim <= 128 ? 64 : 32;
+
+template <int kDim, bool kWhole>
+constexpr int kMaxThreads = (kWhole ? (kDim <= 64 ? 8 : 16) : kPartRows<kDim> / kWarpRows * kParts<kDim, kWhole>)*kWarp;
 
 // Elements between rows of probabilities: 16 bytes apart modulo 64, which keeps the banks of eight rows different.
 __host__ __device__ constexpr int score_stride(int keys) { return keys + 8; }
@@ -72,8 +81,8 @@ __device__ __forceinline__ void sum_rows(const Buffers<T, kDim>& buffers, int pa
 // Step 1 for 16 queries from tile row `tile_row` on, query `first` of the sequence, and the 32 keys of block key `key`.
 template <class T, int kDim>
 __device__ __forceinline__ void score_gradients(const Attention& a, const Buffers<T, kDim>& buffers, const Task& task,
-                                                const DropoutKey& dropout, int tile_row, int first, int key,
-                                                int block_key, bool sum_delta) {
+                                                const KeepRows& keep, float keep_scale, int tile_row, int first,
+                                                int key, int block_key, bool sum_delta) {
   constexpr int kStride = kTileStride<kDim>;
   const Sequence& seq = task.sequence;
   const int lane = threadIdx.x % kWarp;
@@ -90,8 +99,7 @@ __device__ __forceinline__ void score_gradients(const Attention& a, const Buffer
     pair.delta[h] = sum_delta ? 0.f : buffers.delta[tile_row + row];
     pair.limit[h] = seq.key_limit(first + row) - block_key - key;
   }
-  softmax_gradient(s, d, dropout, seq.q_start + first + lane / 4, task.head, (block_key + key) / kChunk,
-                   a.scale * kLog2E, pair, sum_delta);
+  softmax_gradient(s, d, keep, keep_scale, a.scale * kLog2E, pair, sum_delta);
 #pragma unroll
   for (int t = 0; t < kChunkTiles; ++t) {
 #pragma unroll
@@ -103,22 +111,21 @@ __device__ __forceinline__ void score_gradients(const Attention& a, const Buffer
   }
 }
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kBlockThreads<kDim>, kDim <= 64 ? 2 : 1) attention_bwd_kernel(Attention a) {
+template <class T, int kDim, bool kWhole>
+__global__ void __launch_bounds__(kMaxThreads<kDim, kWhole>, 512 / kMaxThreads<kDim, kWhole>)
+    attention_bwd_kernel(Attention a) {
 #ifdef LS_TRAIN_TENSOR_CORES
   constexpr int kStride = kTileStride<kDim>;
-  constexpr int kPartTiles = kPart<kDim> / 8;
-  constexpr int kParts = kDim / kPart<kDim>;
+  constexpr int kPartTiles = kColumns<kDim, kWhole> / 8;
   constexpr int kQueryTiles = 4;  // columns / 8 of step 3
   extern __shared__ uint4 shared[];
   const Buffers<T, kDim> buffers(a, shared);
-  const bool whole = a.k_tiles == 1;
   const Task task = block_task(a, a.k_tiles);
   const Sequence& seq = task.sequence;
   const int block_key = task.tile * a.k_rows;
   const int keys = max(0, min(a.k_rows, seq.k_len - block_key));
   const int chunks = round_up(keys, kChunk) / kChunk;
-  const bool sum_delta = whole && chunks <= 1;
+  const bool sum_delta = kWhole && chunks <= 1;
   if (seq.q_len > 0) {
     load_rows<kDim>(buffers.k, a.k, seq.k_start + block_key, task.head, keys, chunks * kChunk, a.dim);
     load_rows<kDim>(buffers.v, a.v, seq.k_start + block_key, task.head, keys, chunks * kChunk, a.dim);
@@ -128,46 +135,53 @@ __global__ void __launch_bounds__(kBlockThreads<kDim>, kDim <= 64 ? 2 : 1) atten
   const int lane = threadIdx.x % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int warps = static_cast<int>(blockDim.x) / kWarp;
-  const int warp_key = warp / kParts * kWarpRows;
-  const int warp_column = warp % kParts * kPart<kDim>;
+  const int warp_key = warp / kParts<kDim, kWhole> * kWarpRows;
+  const int warp_column = warp % kParts<kDim, kWhole> * kColumns<kDim, kWhole>;
   float dk[kPartTiles][4] = {}, dv[kPartTiles][4] = {};
 
-  // Without keys nothing is seen, but dq wants its zeros; a part of the keys leaves out the queries before the first
-  // that sees any of it.
-  const int start = whole ? 0 : keys > 0 ? seq.first_query(block_key) / kWarpRows * kWarpRows : seq.q_len;
+  // A part of the keys leaves out the queries before the first that sees any of it. The whole has one tile of queries;
+  // without keys it still writes the zeros of dq.
+  const int start = kWhole ? 0 : keys > 0 ? seq.first_query(block_key) : seq.q_len;
   for (int first = start; first < seq.q_len; first += a.q_rows) {
     const int rows = min(a.q_rows, seq.q_len - first);
     const int padded = round_up(rows, kWarpRows);
     const int64_t row = seq.q_start + first;
-    if (first > start) __syncthreads();
+    if (!kWhole && first > start) __syncthreads();
     load_rows<kDim>(buffers.q, a.q, row, task.head, rows, padded, a.dim);
     load_rows<kDim>(buffers.dout, a.dout, row, task.head, rows, padded, a.dim);
-    if (whole && !sum_delta) load_rows<kDim>(buffers.probs, a.out, row, task.head, rows, padded, a.dim);
+    if (kWhole && !sum_delta) load_rows<kDim>(buffers.probs, a.out, row, task.head, rows, padded, a.dim);
     for (int i = threadIdx.x; i < padded; i += blockDim.x) {
       const int64_t at = (row + min(i, rows - 1)) * a.heads + task.head;
       copy_async<4>(buffers.lse + i, a.lse + at, true);
-      if (!whole) copy_async<4>(buffers.delta + i, a.delta + at, true);
+      if (!kWhole) copy_async<4>(buffers.delta + i, a.delta + at, true);
     }
     commit_copies();
+    const auto keep_unit = [&](int unit) {
+      return keep_rows(dropout, row + unit / chunks * kWarpRows + lane / 4, task.head,
+                       block_key / kChunk + unit % chunks);
+    };
+    const int units = padded / kWarpRows * chunks;
+    KeepRows keep = {};
+    if (warp < units) keep = keep_unit(warp);
     wait_copies<0>();
     __syncthreads();
-    if (whole && !sum_delta) {
+    if (kWhole && !sum_delta) {
       sum_rows(buffers, padded);
       __syncthreads();
     }
 
-#pragma unroll 1
-    for (int unit = warp; unit < padded / kWarpRows * chunks; unit += warps) {
+    for (int unit = warp; unit < units; unit += warps) {
       const int tile_row = unit / chunks * kWarpRows;
-      score_gradients(a, buffers, task, dropout, tile_row, first + tile_row, unit % chunks * kChunk, block_key,
-                      sum_delta);
+      score_gradients(a, buffers, task, keep, dropout.scale, tile_row, first + tile_row, unit % chunks * kChunk,
+                      block_key, sum_delta);
+      if (unit + warps < units) keep = keep_unit(unit + warps);
     }
     __syncthreads();
 
     if (warp_key < keys) {
       // Left factors transposed: lanes name the queries' rows so that the four matrices come in the order of the keys.
       const int at = (lane % 8 + lane / 16 * 8) * score_width + warp_key + lane / 8 % 2 * 8;
-#pragma unroll 1
+#pragma unroll 1  // two unrolled steps spill
       for (int i = 0; i < padded; i += kWarpRows) {
         uint32_t probs[4], dscores[4];
         load_matrices_transposed(probs, buffers.probs + at + i * score_width);
@@ -176,15 +190,13 @@ __global__ void __launch_bounds__(kBlockThreads<kDim>, kDim <= 64 ? 2 : 1) atten
         add_product(dk, dscores, buffers.q + i * kStride + warp_column, kStride);
       }
     }
-    if (!whole) continue;
+    if constexpr (!kWhole) continue;
     constexpr int kGroups = kDim / (kQueryTiles * 8);
-#pragma unroll 1
     for (int unit = warp; unit < padded / kWarpRows * kGroups; unit += warps) {
       const int tile_row = unit / kGroups * kWarpRows;
       const int column = unit % kGroups * kQueryTiles * 8;
       const T* scores_row = buffers.dscores + (tile_row + lane % 16) * score_width + lane / 16 * 8;
       float dq[kQueryTiles][4] = {};
-#pragma unroll 1
       for (int key = 0; key < keys; key += kWarpRows) {
         uint32_t dscores[4];
         load_matrices(dscores, scores_row + key);
@@ -193,6 +205,7 @@ __global__ void __launch_bounds__(kBlockThreads<kDim>, kDim <= 64 ? 2 : 1) atten
       store_rows(a.dq.at<T>(row + tile_row, task.head) + column, a.dq.row_stride, rows - tile_row, a.dim - column, dq,
                  {a.scale, a.scale});
     }
+    break;
   }
 
   if (warp_key < keys) {
@@ -203,7 +216,7 @@ __global__ void __launch_bounds__(kBlockThreads<kDim>, kDim <= 64 ? 2 : 1) atten
     store_rows(a.dv.at<T>(row, task.head) + warp_column, a.dv.row_stride, count, columns, dv,
                {dropout.scale, dropout.scale});
   }
-  if (whole) zero_unused<T, 8>(a, a.dq, task.used_q, a.n_q);
+  if (kWhole) zero_unused<T, 8>(a, a.dq, task.used_q, a.n_q);
   zero_unused<T, 8>(a, a.dk, task.used_k, a.n_k);
   zero_unused<T, 8>(a, a.dv, task.used_k, a.n_k);
 #endif
@@ -219,30 +232,31 @@ int shared_bytes(int q_rows, int k_rows) {
   return elements * static_cast<int>(sizeof(T)) + 2 * q_rows * static_cast<int>(sizeof(float));
 }
 
+template <class T, int kDim, bool kWhole>
+cudaError_t launch(Attention a, int64_t max_k, cudaStream_t stream) {
+  const int64_t keys = std::max<int64_t>(max_k, 1);
+  a.k_tiles = static_cast<int>(ceil_div<int64_t>(keys, a.k_rows));
+  const int warp_keys = round_up(static_cast<int>(std::min<int64_t>(keys, a.k_rows)), kWarpRows) / kWarpRows;
+  return launch_attention(attention_bwd_kernel<T, kDim, kWhole>, a, a.k_tiles, warp_keys * kParts<kDim, kWhole> * kWarp,
+                          shared_bytes<T, kDim>(a.q_rows, a.k_rows), stream);
+}
+
 template <class T, int kDim>
 cudaError_t launch(Attention a, DType dtype, int64_t max_q, int64_t max_k, int memory_limit, cudaStream_t stream) {
-  constexpr int kParts = kDim / kPart<kDim>;
-  constexpr int kWarpKeys = kBlockThreads<kDim> / kWarp / kParts * kWarpRows;  // that the block's warps can hold
-  constexpr int kKeysOfMany = kDim <= 128 ? 64 : 32;
-  const int queries = round_up(static_cast<int>(std::clamp<int64_t>(max_q, 1, kMaxQueries)), kWarpRows);
-  const int keys = round_up(static_cast<int>(std::clamp<int64_t>(max_k, 1, kMaxKeys)), kChunk);
-  const auto largest_tile = [&](int q_rows, int k_rows) {
-    while (q_rows > kWarpRows && shared_bytes<T, kDim>(q_rows, k_rows) > memory_limit) q_rows -= kWarpRows;
-    return q_rows;
-  };
-  a.k_rows = keys;
-  a.q_rows = largest_tile(queries, keys);
-  const bool fits = a.q_rows >= std::min(queries, kChunk) && shared_bytes<T, kDim>(a.q_rows, keys) <= memory_limit;
-  if (max_k > kMaxKeys || round_up<int64_t>(max_k, kWarpRows) > kWarpKeys || !fits) {
-    const cudaError_t error = attention_bwd_dq(a, dtype, max_q, max_k, memory_limit, stream);
-    if (error != cudaSuccess) return error;
-    a.k_rows = kKeysOfMany;
-    a.q_rows = largest_tile(queries, a.k_rows);
+  constexpr int kWarpKeys = kMaxThreads<kDim, true> / kWarp / kParts<kDim, true> * kWarpRows;
+  const int64_t queries = round_up<int64_t>(std::max<int64_t>(max_q, 1), kWarpRows);
+  const int64_t keys = round_up<int64_t>(std::max<int64_t>(max_k, 1), kChunk);
+  if (queries <= kMaxKeys && keys <= kMaxKeys && round_up<int64_t>(max_k, kWarpRows) <= kWarpKeys) {
+    a.q_rows = static_cast<int>(queries);
+    a.k_rows = static_cast<int>(keys);
+    const bool fits = shared_bytes<T, kDim>(a.q_rows, a.k_rows) <= std::min(memory_limit, kWholeMemory);
+    if (fits) return launch<T, kDim, true>(a, max_k, stream);
   }
-  a.k_tiles = static_cast<int>(ceil_div<int64_t>(std::max<int64_t>(max_k, 1), a.k_rows));
-  const int warps = round_up(static_cast<int>(std::clamp<int64_t>(max_k, 1, a.k_rows)), kWarpRows) / kWarpRows * kParts;
-  return launch_attention(attention_bwd_kernel<T, kDim>, a, a.k_tiles, warps * kWarp,
-                          shared_bytes<T, kDim>(a.q_rows, a.k_rows), stream);
+  const cudaError_t error = attention_bwd_dq(a, dtype, max_q, max_k, memory_limit, stream);
+  if (error != cudaSuccess) return error;
+  a.q_rows = kPartRows<kDim>;
+  a.k_rows = kPartRows<kDim>;
+  return launch<T, kDim, false>(a, max_k, stream);
 }
 
 }  // namespace

@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attention_bwd_dq_kernel(Atte
 
   float dq[kTiles][4] = {};
   for (int chunk = 0; chunk < chunks; ++chunk) {
+    const KeepRows keep = keep_rows(dropout, seq.q_start + row, task.head, chunk);
     ring.wait();
     if (warp_row < rows) {
       float s[kChunkTiles][4] = {}, d[kChunkTiles][4] = {};
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attention_bwd_dq_kernel(Atte
       add_dots<kDim>(d, dout + warp_row * kStride, ring.values(chunk));
       pair.limit[0] = limit[0] - chunk * kChunk;
       pair.limit[1] = limit[1] - chunk * kChunk;
-      softmax_gradient(s, d, dropout, seq.q_start + row, task.head, chunk, a.scale * kLog2E, pair, false);
+      softmax_gradient(s, d, keep, dropout.scale, a.scale * kLog2E, pair, false);
 #pragma unroll
       for (int t = 0; t < kChunkTiles; t += 2) {
         uint32_t dscores[4];

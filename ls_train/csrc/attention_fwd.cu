@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attention_fwd_kernel(Attenti
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // of the scores over ln 2; sums of this thread's columns
 
   for (int chunk = 0; chunk < chunks; ++chunk) {
+    const KeepRows keep = keep_rows(dropout, seq.q_start + row, task.head, chunk);
     ring.wait();
     if (warp_row < rows) {
       float s[kChunkTiles][4] = {};
@@ -64,17 +65,13 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attention_fwd_kernel(Attenti
         const float shift = largest == -INFINITY ? 0.f : largest;  // no key seen yet: exp2(-inf - 0) = 0
         const float rescale = fast_exp2(maximum[h] - shift);
         maximum[h] = largest;
-        Keep8 keep = {};
-        if (dropout.active()) {
-          keep = keep8_attention(dropout, seq.q_start + row + h * 8, task.head, chunk, lane % 4);
-        }
         sum[h] *= rescale;
 #pragma unroll
         for (int i = 0; i < kChunkTiles * 2; ++i) {
           float& score = s[i / 2][h * 2 + i % 2];
           const float p = fast_exp2(score - shift);
           sum[h] += p;
-          score = keep[i] ? p : 0.f;
+          score = keep.row[h][i] ? p : 0.f;
         }
         if (chunk > 0) {
 #pragma unroll

@@ -185,6 +185,22 @@ __device__ __forceinline__ float row_reduce(float x) {
   return warp_reduce<Op, 4>(x);
 }
 
+// Dropout of a chunk of keys for rows g and g + 8 of a warp: the elements that this thread has in its accumulators.
+// Drawn before the wait for a chunk, the generator's long chain of operations costs no time.
+struct KeepRows {
+  Keep8 row[2];
+};
+
+__device__ __forceinline__ KeepRows keep_rows(const DropoutKey& dropout, int64_t row, int head, int chunk) {
+  KeepRows keep = {};
+  if (dropout.active()) {
+    const int quad = threadIdx.x % 4;
+    keep.row[0] = keep8_attention(dropout, row, head, chunk, quad);
+    keep.row[1] = keep8_attention(dropout, row + 8, head, chunk, quad);
+  }
+  return keep;
+}
+
 // What the softmax gradient needs of rows g and g + 8 of a warp.
 struct RowPair {
   float lse2[2];  // logarithm of the softmax sum to base 2
@@ -197,26 +213,24 @@ struct RowPair {
 // sum_delta the chunk is the whole row, and the row's sum of dout * out is taken as that of probability times gradient:
 // out need not be read.
 __device__ __forceinline__ void softmax_gradient(float (&s)[kChunkTiles][4], float (&d)[kChunkTiles][4],
-                                                 const DropoutKey& dropout, int64_t row, int head, int chunk,
-                                                 float scale2, const RowPair& rows, bool sum_delta) {
+                                                 const KeepRows& keep, float keep_scale, float scale2,
+                                                 const RowPair& rows, bool sum_delta) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    Keep8 keep = {};
-    if (dropout.active()) keep = keep8_attention(dropout, row + h * 8, head, chunk, lane % 4);
     float p[kChunkTiles * 2], dp[kChunkTiles * 2];
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kChunkTiles * 2; ++i) {
       const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
       p[i] = column < rows.limit[h] ? fast_exp2(s[i / 2][h * 2 + i % 2] * scale2 - rows.lse2[h]) : 0.f;
-      dp[i] = keep[i] ? d[i / 2][h * 2 + i % 2] * dropout.scale : 0.f;
+      dp[i] = keep.row[h][i] ? d[i / 2][h * 2 + i % 2] * keep_scale : 0.f;
       sum += p[i] * dp[i];
     }
     const float delta = sum_delta ? row_reduce<Sum>(sum) : rows.delta[h];
 #pragma unroll
     for (int i = 0; i < kChunkTiles * 2; ++i) {
-      s[i / 2][h * 2 + i % 2] = keep[i] ? p[i] : 0.f;
+      s[i / 2][h * 2 + i % 2] = keep.row[h][i] ? p[i] : 0.f;
       d[i / 2][h * 2 + i % 2] = p[i] * (dp[i] - delta);
     }
   }
@@ -226,9 +240,9 @@ __device__ __forceinline__ void softmax_gradient(float (&s)[kChunkTiles][4], flo
 // Host side
 
 // Shared memory that a block of the tensor-core kernels may use, 0 where they do not apply: another type, head size or
-// alignment, or an older device. Two blocks should fit a multiprocessor of the newest devices.
+// alignment, or an older device.
 inline cudaError_t tensor_core_memory(int& limit, int dim, std::initializer_list<const TensorRef*> tensors) {
-  constexpr int kMaxDim = 256, kAlignment = 8, kHalfMultiprocessor = 113 * 1024;
+  constexpr int kMaxDim = 256, kAlignment = 8;
   limit = 0;
   if (dim % kAlignment != 0 || dim > kMaxDim) return cudaSuccess;
   for (const TensorRef* x : tensors) {
@@ -236,13 +250,12 @@ inline cudaError_t tensor_core_memory(int& limit, int dim, std::initializer_list
     const bool aligned = aligned16(x->data) && x->strides[0] % kAlignment == 0 && x->strides[1] % kAlignment == 0;
     if (!half_type || !aligned) return cudaSuccess;
   }
-  int device = 0, major = 0, opt_in = 0;
+  int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&opt_in, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess && major >= 8) {
+    error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
-  if (error == cudaSuccess && major >= 8) limit = std::min(opt_in, kHalfMultiprocessor);
   return error;
 }
 
@@ -251,13 +264,15 @@ cudaError_t dispatch_half_type(DType dtype, Body&& body) {
   return dtype == DType::kFloat16 ? body(Type<half>()) : body(Type<bfloat16>());
 }
 
-// How a kernel that owns queries and lets keys pass by covers them.
+// How a kernel that owns queries and lets keys pass by covers them. Two blocks should fit a multiprocessor.
 struct RingPlan {
   int warps, tiles, slots, memory;
 };
 
 inline RingPlan plan_ring(int row_bytes, int slot_bytes, int max_warps, int64_t max_q, int64_t max_k,
                           int memory_limit) {
+  constexpr int kHalfMultiprocessor = 113 * 1024;
+  memory_limit = std::min(memory_limit, kHalfMultiprocessor);
   RingPlan plan = {};
   const int64_t queries = std::max<int64_t>(max_q, 1);
   plan.warps = static_cast<int>(std::min<int64_t>(max_warps, ceil_div<int64_t>(queries, kWarpRows)));
