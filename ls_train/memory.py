@@ -6,9 +6,9 @@ intermediates live in the workspace of the device and stream it runs on.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace, TracebackType
 from typing import NamedTuple
 
@@ -41,51 +41,46 @@ def round_size(size: int) -> int:
     return -(-size // step) * step
 
 
-@dataclass(frozen=True)
 class SavedBlock:
     """Layout of the one tensor a layer saves for its backward.
 
-    Attributes:
+    Args:
         fields: the tensors in it.
         rows: number of rows N of each.
         dtype: type of activations; statistics are float32 (float64 for float64).
+
+    Attributes:
+        size: bytes of the block.
     """
 
-    fields: tuple[Field, ...]
-    rows: int
-    dtype: torch.dtype
-
-    @property
-    def size(self) -> int:
-        """Bytes of the block."""
-        return round_size(sum(self._bytes(field) for field in self.fields))
+    def __init__(self, fields: Sequence[Field], rows: int, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._statistics = torch.promote_types(dtype, torch.float32)
+        self._views: list[tuple[str, bool, tuple[int, ...], tuple[int, ...], int]] = []
+        start = 0
+        for name, columns, statistics in fields:
+            itemsize = (self._statistics if statistics else dtype).itemsize
+            shape, strides = ((rows, columns), (columns, 1)) if columns else ((rows,), (1,))
+            self._views.append((name, statistics, shape, strides, start // itemsize))
+            start += aligned(rows * max(1, columns) * itemsize)
+        self.size = round_size(start)
 
     def allocate(self, like: Tensor) -> Tensor:
         """Return an uninitialised block, 1-D of the activation type, on the device of ``like``."""
-        return like.new_empty(self.size // self.dtype.itemsize)
+        return like.new_empty(self.size // self._dtype.itemsize)
 
     def views(self, block: Tensor) -> SimpleNamespace:
         """Return the tensors inside ``block`` as attributes named after the fields."""
-        statistics = self._statistics
-        base = {self.dtype: block, statistics: block.view(statistics)}
-        views, start = {}, 0
-        for field in self.fields:
-            dtype = statistics if field.statistics else self.dtype
-            shape, strides = (self.rows, field.columns), (field.columns, 1)
-            if field.columns == 0:
-                shape, strides = shape[:1], (1,)
-            offset = block.storage_offset() * self.dtype.itemsize + start
-            views[field.name] = base[dtype].as_strided(shape, strides, offset // dtype.itemsize)
-            start += self._bytes(field)
-        return SimpleNamespace(**views)
-
-    @property
-    def _statistics(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
-
-    def _bytes(self, field: Field) -> int:
-        itemsize = (self._statistics if field.statistics else self.dtype).itemsize
-        return aligned(self.rows * max(1, field.columns) * itemsize)
+        statistics_block = block.view(self._statistics)
+        begin, statistics_begin = block.storage_offset(), statistics_block.storage_offset()
+        views = SimpleNamespace()
+        for name, statistics, shape, strides, offset in self._views:
+            if statistics:
+                view = statistics_block.as_strided(shape, strides, statistics_begin + offset)
+            else:
+                view = block.as_strided(shape, strides, begin + offset)
+            setattr(views, name, view)
+        return views
 
 
 class Workspace:
@@ -132,10 +127,10 @@ class Workspace:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised contiguous tensor; it is valid until the innermost ``with`` block ends."""
-        strides, count = [], 1
-        for size in reversed(shape):
-            strides.append(count)
-            count *= size
+        count = math.prod(shape)
+        strides = [1] * len(shape)
+        for i in range(len(shape) - 1, 0, -1):
+            strides[i - 1] = strides[i] * shape[i]
         size = aligned(count * dtype.itemsize)
         self.reserve(size)
         start = self._used
@@ -143,7 +138,7 @@ class Workspace:
         base = self._typed.get(dtype)
         if base is None:
             base = self._typed[dtype] = self._storage.view(dtype)
-        return base.as_strided(shape, strides[::-1], start // dtype.itemsize)
+        return base.as_strided(shape, strides, start // dtype.itemsize)
 
 
 _by_stream: dict[tuple[torch.device, int], Workspace] = {}

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ls_train.layers.call import CROSS_ATTENTION, SELF_ATTENTION, Call, floats
+from ls_train.layers.call import CROSS_ATTENTION, SELF_ATTENTION, Call
 from ls_train.layers.gradients import GradientWriter
 from ls_train.layers.linear import project, project_gradient
 from ls_train.layers.residual import column_sums
 from ls_train.memory import Field, Workspace
-from ls_train.ops.attention import attention_workspace
 
 ops = torch.ops.ls_train
 
@@ -85,9 +84,9 @@ def self_attention_bwd(
             call,
             call.causal,
             SELF_ATTENTION,
-            scratch,
+            writer,
         )
-        column_sums(("q_bias", "k_bias", "v_bias"), dqkv, writer, call.rows, scratch)
+        column_sums(("q_bias", "k_bias", "v_bias"), dqkv, writer, call.rows)
         writer.linear(("q_weight", "k_weight", "v_weight"), dqkv, x)
         project_gradient(dx, dqkv, (p.q_weight, p.k_weight, p.v_weight), accumulate)
 
@@ -155,9 +154,9 @@ def cross_attention_bwd(
             call,
             False,
             CROSS_ATTENTION,
-            scratch,
+            writer,
         )
-        column_sums(("cross_q_bias",), dquery, writer, call.rows, scratch)
+        column_sums(("cross_q_bias",), dquery, writer, call.rows)
         writer.linear(("cross_q_weight",), dquery, x)
         project_gradient(dx, dquery, (p.cross_q_weight,), accumulate)
 
@@ -182,25 +181,24 @@ def _attention_bwd(
     call: Call,
     causal: bool,
     site: int,
-    scratch: Workspace,
+    writer: GradientWriter,
 ) -> None:
-    rows, heads, head_dim = inputs[0].shape
-    with scratch:
-        ops.attention_bwd(
-            *gradients,
-            floats(scratch, attention_workspace(rows, heads, head_dim, inputs[1].shape[0])),
-            _split_heads(dattended, heads),
-            *inputs,
-            _split_heads(attended, heads),
-            lse,
-            *starts,
-            call.seed,
-            *lengths,
-            causal,
-            head_dim**-0.5,
-            call.attention_dropout,
-            call.offset + site,
-        )
+    heads, head_dim = inputs[0].shape[1:]
+    ops.attention_bwd(
+        *gradients,
+        writer.sums,
+        _split_heads(dattended, heads),
+        *inputs,
+        _split_heads(attended, heads),
+        lse,
+        *starts,
+        call.seed,
+        *lengths,
+        causal,
+        head_dim**-0.5,
+        call.attention_dropout,
+        call.offset + site,
+    )
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ls_train.memory import Workspace, aligned
+from ls_train.memory import aligned
 from ls_train.ops.attention import attention_workspace
 from ls_train.ops.bias_activation_dropout import bias_activation_dropout_workspace
 from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
@@ -58,20 +57,13 @@ class Call(NamedTuple):
     layer: int = 0
 
 
-def floats(scratch: Workspace, count: int) -> Tensor:
-    """Return ``count`` float32 numbers of scratch for an operator's column sums."""
-    return scratch.take((count,), torch.float32)
-
-
 def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, block: int) -> int:
     """Return the bytes of workspace that a layer's forward takes; ``block``: bytes of a block that is not saved."""
     return aligned(rows * embed_dim * itemsize) + aligned(rows * ffn_dim * itemsize) + aligned(block)
 
 
-def backward_scratch(
-    rows: int, keys: int, embed_dim: int, ffn_dim: int, heads: int, itemsize: int, buffers: int
-) -> int:
-    """Return the bytes of workspace that a layer's backward takes.
+def backward_sums(rows: int, keys: int, embed_dim: int, ffn_dim: int, heads: int) -> int:
+    """Return the largest number of float32 elements that an operator of a layer's backward needs for its sums.
 
     Args:
         rows: N.
@@ -79,19 +71,28 @@ def backward_scratch(
         embed_dim: C.
         ffn_dim: F.
         heads: H.
+    """
+    return max(
+        bias_dropout_add_workspace(rows, 3 * embed_dim),
+        bias_dropout_add_layer_norm_workspace(rows, embed_dim),
+        bias_activation_dropout_workspace(rows, ffn_dim),
+        attention_workspace(rows, heads, embed_dim // heads, rows),
+        attention_workspace(rows, heads, embed_dim // heads, keys),
+    )
+
+
+def backward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, sums: int, buffers: int) -> int:
+    """Return the bytes of workspace that a layer's backward takes.
+
+    Args:
+        rows: N.
+        embed_dim: C.
+        ffn_dim: F.
         itemsize: bytes of an activation.
+        sums: from :func:`backward_sums`.
         buffers: number of (N, C) buffers that live through the whole backward.
     """
     matrix = aligned(rows * embed_dim * itemsize)
-    inner = 2 * aligned(rows * ffn_dim * itemsize)
-    head_dim = embed_dim // heads
-    sums = (
-        bias_dropout_add_workspace(rows, 3 * embed_dim),
-        attention_workspace(rows, heads, head_dim, rows),
-        attention_workspace(rows, heads, head_dim, keys),
-    )
-    return buffers * matrix + max(
-        inner + aligned(4 * bias_activation_dropout_workspace(rows, ffn_dim)),
-        matrix + aligned(3 * rows * embed_dim * itemsize) + aligned(4 * max(sums)),
-        aligned(4 * bias_dropout_add_layer_norm_workspace(rows, embed_dim)),
-    )
+    feed_forward = 2 * aligned(rows * ffn_dim * itemsize)
+    attention = matrix + aligned(3 * rows * embed_dim * itemsize)
+    return buffers * matrix + aligned(4 * sums) + max(feed_forward, attention)

@@ -20,6 +20,7 @@ from ls_train.layers.gradients import GradientWriter
 from ls_train.layers.linear import project, project_gradient
 from ls_train.layers.residual import column_sums
 from ls_train.memory import workspace
+from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
 from ls_train.packing import Packing
 
 _MARK = "_kv_gradient_chain"
@@ -57,10 +58,11 @@ class CrossKVFunction(torch.autograd.Function):
         """Return the gradients of ``memory`` and of the parameters that have no slot in a flat buffer."""
         memory, *parameters = ctx.saved_tensors
         names = range(len(parameters))
-        writer = GradientWriter(names, parameters, ctx.leaves, ctx.needs_input_grad[2:])
         dkv = dkv.contiguous()
         with workspace(memory) as scratch:
-            column_sums(names[1::2], dkv, writer, ctx.rows, scratch)
+            sums = scratch.take((bias_dropout_add_workspace(*dkv.shape),), torch.float32)
+            writer = GradientWriter(dict(enumerate(names)), parameters, ctx.leaves, ctx.needs_input_grad[2:], sums)
+            column_sums(names[1::2], dkv, writer, ctx.rows)
             writer.linear(names[::2], dkv, memory)
         dmemory = None
         if ctx.needs_input_grad[1]:
@@ -73,7 +75,7 @@ def gradient_slice(dkv: Tensor | None, kv: Tensor, columns: slice) -> tuple[Tens
     """Return the buffer for the gradient of ``kv``, and where to write the slice ``columns`` of it.
 
     The target is the slice itself while the buffer holds nothing but what layers of this chain wrote into other
-    slices. Otherwise (keys and values were used elsewhere too) it is a separate tensor, which :func:`finish_slice` adds.
+    slices. Otherwise (keys and values were used elsewhere too) it is a separate tensor, added by :func:`finish_slice`.
 
     Args:
         dkv: gradient that later layers handed on, or None.

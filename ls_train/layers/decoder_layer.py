@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,15 @@ from ls_train.layers.attention import (
     self_attention_fields,
     self_attention_fwd,
 )
-from ls_train.layers.call import CROSS_OUTPUT, FFN_OUTPUT, SELF_OUTPUT, Call, backward_scratch, forward_scratch
+from ls_train.layers.call import (
+    CROSS_OUTPUT,
+    FFN_OUTPUT,
+    SELF_OUTPUT,
+    Call,
+    backward_scratch,
+    backward_sums,
+    forward_scratch,
+)
 from ls_train.layers.config import LayerConfig
 from ls_train.layers.cross_kv import cross_kv, finish_slice, gradient_slice
 from ls_train.layers.encoder_layer import EncoderLayerFunction, LSTransformerEncoderLayer
@@ -56,10 +65,16 @@ class DecoderParameters(NamedTuple):
     final_norm_bias: Tensor
 
 
-def decoder_layer_fields(embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool) -> tuple[Field, ...]:
-    """Return what a decoder layer saves for its backward, besides its input and the cross keys and values."""
+_INDEX = {name: i for i, name in enumerate(DecoderParameters._fields)}
+
+
+@lru_cache(maxsize=1024)
+def decoder_block(
+    rows: int, embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool, dtype: torch.dtype
+) -> SavedBlock:
+    """Return the layout of what a decoder layer saves for its backward, besides its input and cross keys and values."""
     first, last = (("out",), ("sum", "out")) if normalize_before else (("sum", "out"), ("sum",))
-    return (
+    fields = (
         *self_attention_fields(embed_dim, heads),
         *residual.norm_fields("self_norm", embed_dim, first),
         *cross_attention_fields(embed_dim, heads),
@@ -67,6 +82,7 @@ def decoder_layer_fields(embed_dim: int, ffn_dim: int, heads: int, normalize_bef
         *residual.norm_fields("final_norm", embed_dim, last),
         Field("hidden", ffn_dim),
     )
+    return SavedBlock(fields, rows, dtype)
 
 
 class DecoderLayerFunction(torch.autograd.Function):
@@ -78,8 +94,8 @@ class DecoderLayerFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's output (N, C) for ``x`` (N, C), and ``kv`` itself; ``save``: a backward may follow."""
         p = DecoderParameters(*parameters)
-        layout = _layout(x, p, call)
         y, ffn_dim = torch.empty_like(x), p.fc1_weight.shape[0]
+        layout = decoder_block(*x.shape, ffn_dim, call.heads, call.normalize_before, x.dtype)
         with workspace(x, forward_scratch(*x.shape, ffn_dim, x.itemsize, 0 if save else layout.size)) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
             saved = layout.views(block)
@@ -128,7 +144,7 @@ class DecoderLayerFunction(torch.autograd.Function):
                     y, projected, p.fc2_bias, saved.cross_norm_out, p, "final_norm", saved, call, FFN_OUTPUT
                 )
         if save:
-            ctx.call = call
+            ctx.call, ctx.layout = call, layout
             ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
             ctx.save_for_backward(x, kv, block, *parameters)
             ctx.set_materialize_grads(False)
@@ -142,12 +158,14 @@ class DecoderLayerFunction(torch.autograd.Function):
         if dy is None:
             return None, None, None, dkv, *([None] * len(parameters))
         call, p = ctx.call, DecoderParameters(*parameters)
-        saved = _layout(x, p, call).views(block)
-        writer = GradientWriter(p._fields, parameters, ctx.leaves, ctx.needs_input_grad[4:])
+        saved = ctx.layout.views(block)
         dy, dx = dy.contiguous(), torch.empty_like(x)
         columns = slice(call.layer * 2 * x.shape[1], (call.layer + 1) * 2 * x.shape[1])
-        sizes = (x.shape[0], kv.shape[0], x.shape[1], p.fc1_weight.shape[0], call.heads, x.itemsize)
-        with workspace(x, backward_scratch(*sizes, 4 if call.normalize_before else 3)) as scratch:
+        ffn_dim, buffers = p.fc1_weight.shape[0], 4 if call.normalize_before else 3
+        sums = backward_sums(x.shape[0], kv.shape[0], x.shape[1], ffn_dim, call.heads)
+        with workspace(x, backward_scratch(*x.shape, ffn_dim, x.itemsize, sums, buffers)) as scratch:
+            sums = scratch.take((sums,), torch.float32)
+            writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[4:], sums)
             if ctx.needs_input_grad[3]:
                 dkv, dkv_slice = gradient_slice(dkv, kv, columns)
             else:
@@ -155,7 +173,7 @@ class DecoderLayerFunction(torch.autograd.Function):
             dropped, dsum, dresidual = (scratch.take(x.shape, x.dtype) for _ in range(3))
             if call.normalize_before:
                 dnormed = scratch.take(x.shape, x.dtype)
-                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", call, FFN_OUTPUT, writer, scratch)
+                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", call, FFN_OUTPUT, writer)
                 feed_forward_bwd(dnormed, dprojected, saved.final_norm_out, p, saved, call, writer, scratch, False)
                 dprojected = residual.add_norm_bwd(
                     dropped,
@@ -169,7 +187,6 @@ class DecoderLayerFunction(torch.autograd.Function):
                     call,
                     CROSS_OUTPUT,
                     writer,
-                    scratch,
                 )
                 cross_attention_bwd(
                     dnormed, dkv_slice, dprojected, saved.cross_norm_out, kv, p, saved, call, writer, scratch, False
@@ -186,13 +203,12 @@ class DecoderLayerFunction(torch.autograd.Function):
                     call,
                     SELF_OUTPUT,
                     writer,
-                    scratch,
                 )
                 self_attention_bwd(dnormed, dprojected, saved.self_norm_out, p, saved, call, writer, scratch, False)
-                residual.norm_bwd(dx, dnormed, dresidual, x, p, "self_norm", saved, call, writer, scratch)
+                residual.norm_bwd(dx, dnormed, dresidual, x, p, "self_norm", saved, call, writer)
             else:
                 dprojected = residual.add_norm_bwd(
-                    dropped, dsum, dy, None, "fc2_bias", p, "final_norm", saved, call, FFN_OUTPUT, writer, scratch
+                    dropped, dsum, dy, None, "fc2_bias", p, "final_norm", saved, call, FFN_OUTPUT, writer
                 )
                 feed_forward_bwd(dsum, dprojected, saved.cross_norm_out, p, saved, call, writer, scratch, True)
                 dprojected = residual.add_norm_bwd(
@@ -207,23 +223,17 @@ class DecoderLayerFunction(torch.autograd.Function):
                     call,
                     CROSS_OUTPUT,
                     writer,
-                    scratch,
                 )
                 cross_attention_bwd(
                     dresidual, dkv_slice, dprojected, saved.self_norm_out, kv, p, saved, call, writer, scratch, True
                 )
                 dprojected = residual.add_norm_bwd(
-                    dropped, dx, dresidual, None, "out_bias", p, "self_norm", saved, call, SELF_OUTPUT, writer, scratch
+                    dropped, dx, dresidual, None, "out_bias", p, "self_norm", saved, call, SELF_OUTPUT, writer
                 )
                 self_attention_bwd(dx, dprojected, x, p, saved, call, writer, scratch, True)
             if dkv is not None:
                 dkv = finish_slice(dkv, dkv_slice, columns)
         return None, None, dx if ctx.needs_input_grad[2] else None, dkv, *writer.finish()
-
-
-def _layout(x: Tensor, p: DecoderParameters, call: Call) -> SavedBlock:
-    fields = decoder_layer_fields(x.shape[1], p.fc1_weight.shape[0], call.heads, call.normalize_before)
-    return SavedBlock(fields, x.shape[0], x.dtype)
 
 
 class LSTransformerDecoderLayer(LSTransformerEncoderLayer):

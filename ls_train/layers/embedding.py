@@ -57,7 +57,7 @@ class EmbeddingFunction(torch.autograd.Function):
         tokens, positions, *tables = ctx.saved_tensors
         rows, seed, scale, p, offset, padding_idx = ctx.constants
         dy = dy.contiguous()
-        writer = GradientWriter(("token", "position"), tables, ctx.leaves, ctx.needs_input_grad[8:])
+        writer = GradientWriter({"token": 0, "position": 1}, tables, ctx.leaves, ctx.needs_input_grad[8:])
         for name, ids, factor in (("token", tokens, scale), ("position", positions, 1.0))[: len(tables)]:
             (dweight,), add = writer.open((name,))
             if dweight is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train.layers import modules, residual
 from ls_train.layers.attention import self_attention_bwd, self_attention_fields, self_attention_fwd
-from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call, backward_scratch, forward_scratch
+from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call, backward_scratch, backward_sums, forward_scratch
 from ls_train.layers.config import LayerConfig, from_preset
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
 from ls_train.layers.gradients import GradientWriter
@@ -40,15 +41,22 @@ class EncoderParameters(NamedTuple):
     final_norm_bias: Tensor
 
 
-def encoder_layer_fields(embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool) -> tuple[Field, ...]:
-    """Return what an encoder layer saves for its backward, besides its input."""
+_INDEX = {name: i for i, name in enumerate(EncoderParameters._fields)}
+
+
+@lru_cache(maxsize=1024)
+def encoder_block(
+    rows: int, embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool, dtype: torch.dtype
+) -> SavedBlock:
+    """Return the layout of what an encoder layer saves for its backward, besides its input."""
     self_norm, final_norm = (("out",), ("sum", "out")) if normalize_before else (("sum", "out"), ("sum",))
-    return (
+    fields = (
         *self_attention_fields(embed_dim, heads),
         *residual.norm_fields("self_norm", embed_dim, self_norm),
         *residual.norm_fields("final_norm", embed_dim, final_norm),
         Field("hidden", ffn_dim),
     )
+    return SavedBlock(fields, rows, dtype)
 
 
 class EncoderLayerFunction(torch.autograd.Function):
@@ -58,8 +66,8 @@ class EncoderLayerFunction(torch.autograd.Function):
     def forward(ctx: FunctionCtx, call: Call, save: bool, x: Tensor, *parameters: Tensor) -> Tensor:
         """Return the layer's output (N, C) for ``x`` (N, C); ``save``: a backward may follow."""
         p = EncoderParameters(*parameters)
-        layout = _layout(x, p, call)
         y, ffn_dim = torch.empty_like(x), p.fc1_weight.shape[0]
+        layout = encoder_block(*x.shape, ffn_dim, call.heads, call.normalize_before, x.dtype)
         with workspace(x, forward_scratch(*x.shape, ffn_dim, x.itemsize, 0 if save else layout.size)) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
             saved = layout.views(block)
@@ -82,7 +90,7 @@ class EncoderLayerFunction(torch.autograd.Function):
                     y, projected, p.fc2_bias, saved.self_norm_out, p, "final_norm", saved, call, FFN_OUTPUT
                 )
         if save:
-            ctx.call = call
+            ctx.call, ctx.layout = call, layout
             ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
             ctx.save_for_backward(x, block, *parameters)
         return y
@@ -93,37 +101,33 @@ class EncoderLayerFunction(torch.autograd.Function):
         """Return the gradients of ``x`` and of the parameters that have no slot in a flat buffer."""
         x, block, *parameters = ctx.saved_tensors
         call, p = ctx.call, EncoderParameters(*parameters)
-        saved = _layout(x, p, call).views(block)
-        writer = GradientWriter(p._fields, parameters, ctx.leaves, ctx.needs_input_grad[3:])
+        saved = ctx.layout.views(block)
         dy, dx = dy.contiguous(), torch.empty_like(x)
-        buffers = 3 if call.normalize_before else 2
-        size = backward_scratch(x.shape[0], 0, x.shape[1], p.fc1_weight.shape[0], call.heads, x.itemsize, buffers)
-        with workspace(x, size) as scratch:
+        ffn_dim, buffers = p.fc1_weight.shape[0], 3 if call.normalize_before else 2
+        sums = backward_sums(x.shape[0], 0, x.shape[1], ffn_dim, call.heads)
+        with workspace(x, backward_scratch(*x.shape, ffn_dim, x.itemsize, sums, buffers)) as scratch:
+            sums = scratch.take((sums,), torch.float32)
+            writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[3:], sums)
             dropped, dsum = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
             if call.normalize_before:
                 dnormed = scratch.take(x.shape, x.dtype)
-                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", call, FFN_OUTPUT, writer, scratch)
+                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", call, FFN_OUTPUT, writer)
                 feed_forward_bwd(dnormed, dprojected, saved.final_norm_out, p, saved, call, writer, scratch, False)
                 dprojected = residual.add_norm_bwd(
-                    dropped, dsum, dnormed, dy, "out_bias", p, "final_norm", saved, call, SELF_OUTPUT, writer, scratch
+                    dropped, dsum, dnormed, dy, "out_bias", p, "final_norm", saved, call, SELF_OUTPUT, writer
                 )
                 self_attention_bwd(dnormed, dprojected, saved.self_norm_out, p, saved, call, writer, scratch, False)
-                residual.norm_bwd(dx, dnormed, dsum, x, p, "self_norm", saved, call, writer, scratch)
+                residual.norm_bwd(dx, dnormed, dsum, x, p, "self_norm", saved, call, writer)
             else:
                 dprojected = residual.add_norm_bwd(
-                    dropped, dsum, dy, None, "fc2_bias", p, "final_norm", saved, call, FFN_OUTPUT, writer, scratch
+                    dropped, dsum, dy, None, "fc2_bias", p, "final_norm", saved, call, FFN_OUTPUT, writer
                 )
                 feed_forward_bwd(dsum, dprojected, saved.self_norm_out, p, saved, call, writer, scratch, True)
                 dprojected = residual.add_norm_bwd(
-                    dropped, dx, dsum, None, "out_bias", p, "self_norm", saved, call, SELF_OUTPUT, writer, scratch
+                    dropped, dx, dsum, None, "out_bias", p, "self_norm", saved, call, SELF_OUTPUT, writer
                 )
                 self_attention_bwd(dx, dprojected, x, p, saved, call, writer, scratch, True)
         return None, None, dx if ctx.needs_input_grad[2] else None, *writer.finish()
-
-
-def _layout(x: Tensor, p: NamedTuple, call: Call) -> SavedBlock:
-    fields = encoder_layer_fields(x.shape[1], p.fc1_weight.shape[0], call.heads, call.normalize_before)
-    return SavedBlock(fields, x.shape[0], x.dtype)
 
 
 class LSTransformerEncoderLayer(nn.Module):

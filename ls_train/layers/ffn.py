@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ls_train.layers.call import ACTIVATION, Call, floats
+from ls_train.layers.call import ACTIVATION, Call
 from ls_train.layers.gradients import GradientWriter
 from ls_train.layers.linear import project_gradient
 from ls_train.memory import Workspace
-from ls_train.ops.bias_activation_dropout import bias_activation_dropout_workspace
+from ls_train.ops.bias_activation_dropout import saves_output
 
 ops = torch.ops.ls_train
 
@@ -27,7 +27,7 @@ def feed_forward_fwd(
     p = parameters
     with scratch:
         inner = scratch.take(saved.hidden.shape, x.dtype)
-        before, after = (inner, saved.hidden) if call.activation == "relu" else (saved.hidden, inner)
+        before, after = (inner, saved.hidden) if saves_output(call.activation) else (saved.hidden, inner)
         torch.mm(x, p.fc1_weight.t(), out=before)
         _activation_fwd(after, before, p.fc1_bias, call)
         torch.mm(after, p.fc2_weight.t(), out=y)
@@ -50,7 +50,7 @@ def feed_forward_bwd(
     with scratch:
         dhidden = scratch.take(shape, x.dtype)
         dinner = scratch.take(shape, x.dtype)
-        if call.activation == "relu":
+        if saves_output(call.activation):
             hidden, bias = saved.hidden, None
         else:
             # dinner is free until the activation's backward
@@ -62,7 +62,7 @@ def feed_forward_bwd(
         ops.bias_activation_dropout_bwd(
             dinner,
             dbias,
-            floats(scratch, bias_activation_dropout_workspace(*shape)),
+            writer.sums,
             dhidden,
             saved.hidden,
             bias,

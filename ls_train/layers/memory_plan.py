@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ls_train.layers.call import backward_scratch
+from ls_train.layers.call import backward_scratch, backward_sums
 from ls_train.layers.config import LayerConfig, TransformerConfig
-from ls_train.layers.decoder_layer import decoder_layer_fields
-from ls_train.layers.encoder_layer import encoder_layer_fields
+from ls_train.layers.decoder_layer import decoder_block
+from ls_train.layers.encoder_layer import encoder_block
 from ls_train.layers.transformer import LSTransformer
-from ls_train.memory import SavedBlock, round_size
+from ls_train.memory import round_size
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,12 @@ def memory_plan(
     source_tokens = tokens if source_tokens is None else source_tokens
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in LSTransformer(config).parameters())
-    sides = [(config.encoder, config.num_encoder_layer, source_tokens, encoder_layer_fields)]
-    sides.append((config.decoder, config.num_decoder_layer, tokens, decoder_layer_fields))
+    sides = [(config.encoder, config.num_encoder_layer, source_tokens, encoder_block)]
+    sides.append((config.decoder, config.num_decoder_layer, tokens, decoder_block))
     saved = 0
-    for layer, layers, rows, fields in sides:
-        block = SavedBlock(_fields(layer, fields), rows, dtype).size
+    for layer, layers, rows, layout in sides:
+        sizes = (layer.hidden_size, layer.intermediate_size, layer.nhead)
+        block = layout(rows, *sizes, layer.pre_layer_norm, dtype).size
         inputs = layers + (1 if layer.pre_layer_norm else 0)
         saved += layers * block + inputs * rows * layer.hidden_size * dtype.itemsize
         if layer.pre_layer_norm:
@@ -79,15 +80,11 @@ def memory_plan(
     )
 
 
-def _fields(layer: LayerConfig, fields: object) -> tuple:
-    return fields(layer.hidden_size, layer.intermediate_size, layer.nhead, layer.pre_layer_norm)
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
 def _scratch(layer: LayerConfig, rows: int, keys: int, buffers: int, dtype: torch.dtype) -> int:
-    buffers += layer.pre_layer_norm
-    sizes = (layer.hidden_size, layer.intermediate_size, layer.nhead)
-    return round_size(backward_scratch(rows, keys, *sizes, dtype.itemsize, buffers))
+    size, inner = layer.hidden_size, layer.intermediate_size
+    sums = backward_sums(rows, keys, size, inner, layer.nhead)
+    return round_size(backward_scratch(rows, size, inner, dtype.itemsize, sums, buffers + layer.pre_layer_norm))

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train.layers import modules
-from ls_train.layers.call import floats
 from ls_train.layers.gradients import GradientWriter
 from ls_train.memory import workspace
 from ls_train.ops.layer_norm import layer_norm_workspace
 
 ops = torch.ops.ls_train
+
+_INDEX = {"weight": 0, "bias": 1}
 
 
 class NormFunction(torch.autograd.Function):
@@ -34,11 +35,13 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x``, ``weight`` and ``bias``."""
         x, mean, rstd, weight, bias = ctx.saved_tensors
-        writer = GradientWriter(("weight", "bias"), (weight, bias), ctx.leaves, ctx.needs_input_grad[3:])
-        (dweight, dbias), add = writer.open(("weight",), ("bias",), always=True)
         dx = torch.empty_like(x)
         with workspace(x) as scratch:
-            sums = floats(scratch, layer_norm_workspace(*x.shape))
+            sums = scratch.take((layer_norm_workspace(*x.shape),), torch.float32)
+            writer = GradientWriter(
+                {"weight": 0, "bias": 1}, (weight, bias), ctx.leaves, ctx.needs_input_grad[3:], sums
+            )
+            (dweight, dbias), add = writer.open(("weight",), ("bias",), always=True)
             ops.layer_norm_bwd(dx, dweight, dbias, sums, dy.contiguous(), None, x, mean, rstd, weight, ctx.rows, add)
         return None, None, dx, *writer.finish()
 

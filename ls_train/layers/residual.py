@@ -9,12 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ls_train.layers.call import Call, floats
+from ls_train.layers.call import Call
 from ls_train.layers.gradients import GradientWriter
-from ls_train.memory import Field, Workspace
-from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
-from ls_train.ops.bias_dropout_add_layer_norm import bias_dropout_add_layer_norm_workspace
-from ls_train.ops.layer_norm import layer_norm_workspace
+from ls_train.memory import Field
 
 ops = torch.ops.ls_train
 
@@ -43,25 +40,23 @@ def norm_bwd(
     saved: SimpleNamespace,
     call: Call,
     writer: GradientWriter,
-    scratch: Workspace,
 ) -> None:
     """Write the gradient of layer norm ``name``'s input plus ``dresidual`` into ``dx``."""
     (dweight, dbias), add = writer.open((f"{name}_weight",), (f"{name}_bias",), always=True)
-    with scratch:
-        ops.layer_norm_bwd(
-            dx,
-            dweight,
-            dbias,
-            floats(scratch, layer_norm_workspace(*x.shape)),
-            dy,
-            dresidual,
-            x,
-            getattr(saved, f"{name}_mean"),
-            getattr(saved, f"{name}_rstd"),
-            getattr(parameters, f"{name}_weight"),
-            call.rows,
-            add,
-        )
+    ops.layer_norm_bwd(
+        dx,
+        dweight,
+        dbias,
+        writer.sums,
+        dy,
+        dresidual,
+        x,
+        getattr(saved, f"{name}_mean"),
+        getattr(saved, f"{name}_rstd"),
+        getattr(parameters, f"{name}_weight"),
+        call.rows,
+        add,
+    )
 
 
 def add_fwd(y: Tensor, x: Tensor, bias: Tensor, residual: Tensor, call: Call, site: int) -> None:
@@ -69,25 +64,22 @@ def add_fwd(y: Tensor, x: Tensor, bias: Tensor, residual: Tensor, call: Call, si
     ops.bias_dropout_add_fwd(y, x, bias, residual, call.seed, call.rows, call.dropout, call.offset + site)
 
 
-def add_bwd(
-    dx: Tensor, dy: Tensor, bias: str, call: Call, site: int, writer: GradientWriter, scratch: Workspace
-) -> Tensor:
+def add_bwd(dx: Tensor, dy: Tensor, bias: str, call: Call, site: int, writer: GradientWriter) -> Tensor:
     """Return the gradient of :func:`add_fwd`'s ``x``: written to ``dx``, or ``dy`` itself without dropout."""
     (dbias,), add = writer.open((bias,))
     dropped = call.dropout > 0
     if dropped or dbias is not None:
-        with scratch:
-            ops.bias_dropout_add_bwd(
-                dx if dropped else None,
-                dbias,
-                floats(scratch, bias_dropout_add_workspace(*dy.shape)),
-                dy,
-                call.seed,
-                call.rows,
-                call.dropout,
-                call.offset + site,
-                add,
-            )
+        ops.bias_dropout_add_bwd(
+            dx if dropped else None,
+            dbias,
+            writer.sums,
+            dy,
+            call.seed,
+            call.rows,
+            call.dropout,
+            call.offset + site,
+            add,
+        )
     return dx if dropped else dy
 
 
@@ -133,7 +125,6 @@ def add_norm_bwd(
     call: Call,
     site: int,
     writer: GradientWriter,
-    scratch: Workspace,
 ) -> Tensor:
     """Write the gradient of :func:`add_norm_fwd`'s residual into ``dresidual`` and return that of its ``x``.
 
@@ -145,35 +136,30 @@ def add_norm_bwd(
     """
     (dweight, dnorm_bias, dbias), add = writer.open((f"{name}_weight",), (f"{name}_bias",), (bias,), always=True)
     dropped = call.dropout > 0
-    with scratch:
-        ops.bias_dropout_add_layer_norm_bwd(
-            dx if dropped else None,
-            dresidual,
-            dbias,
-            dweight,
-            dnorm_bias,
-            floats(scratch, bias_dropout_add_layer_norm_workspace(*dy.shape)),
-            dy,
-            dsum,
-            getattr(saved, f"{name}_sum"),
-            getattr(saved, f"{name}_mean"),
-            getattr(saved, f"{name}_rstd"),
-            getattr(parameters, f"{name}_weight"),
-            call.seed,
-            call.rows,
-            call.dropout,
-            call.offset + site,
-            add,
-        )
+    ops.bias_dropout_add_layer_norm_bwd(
+        dx if dropped else None,
+        dresidual,
+        dbias,
+        dweight,
+        dnorm_bias,
+        writer.sums,
+        dy,
+        dsum,
+        getattr(saved, f"{name}_sum"),
+        getattr(saved, f"{name}_mean"),
+        getattr(saved, f"{name}_rstd"),
+        getattr(parameters, f"{name}_weight"),
+        call.seed,
+        call.rows,
+        call.dropout,
+        call.offset + site,
+        add,
+    )
     return dx if dropped else dresidual
 
 
-def column_sums(
-    names: Sequence[Hashable], dy: Tensor, writer: GradientWriter, rows: Tensor, scratch: Workspace
-) -> None:
+def column_sums(names: Sequence[Hashable], dy: Tensor, writer: GradientWriter, rows: Tensor) -> None:
     """Write the column sums of ``dy`` as the gradient of joined biases ``names``."""
     (dbias,), add = writer.open(names)
     if dbias is not None:
-        with scratch:
-            partial_sums = floats(scratch, bias_dropout_add_workspace(*dy.shape))
-            ops.bias_dropout_add_bwd(None, dbias, partial_sums, dy, None, rows, 0.0, 0, add)
+        ops.bias_dropout_add_bwd(None, dbias, writer.sums, dy, None, rows, 0.0, 0, add)

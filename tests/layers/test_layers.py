@@ -106,6 +106,14 @@ def test_activations(activation, normalize_before):
     compare(layer, torch.randn(11, 12), None, torch.tensor([5]), target, source)
 
 
+@pytest.mark.parametrize("size, heads", [(15, 3), (14, 7), (7, 1)])
+def test_any_size_that_is_a_multiple_of_the_heads(size, heads):
+    rates = {"dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2}
+    layer = LSTransformerDecoderLayer(embed_dim=size, num_heads=heads, ffn_dim=11, **rates)
+    target, source = packings("cpu")
+    compare(layer, torch.randn(11, size), torch.randn(14, size), torch.tensor([5]), target, source)
+
+
 def test_decoder_only_layer_is_causal():
     layer = build(LSTransformerDecoderLayer, "cpu", torch.float32, cross_attention=False, dropout=0.2)
     target, source = packings("cpu")
