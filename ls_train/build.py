@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch.utils.cpp_extension import get_default_build_root
 
 SOURCE_DIR = Path(__file__).resolve().parent / "csrc"
 LIBRARY_NAME = "ls_train_cuda.so"
@@ -120,7 +121,7 @@ def library_path() -> str:
 
 def cache_dir() -> Path:
     """Return the folder below torch's extension cache that holds the compiled libraries."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or torch._appdirs.user_cache_dir(appname="torch_extensions")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     return Path(root).expanduser().resolve() / "ls_train"
 
 

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention_fwd_plain_kernel(
   const auto k = rows_of<const T>(a.k, seq.k_start, task.head, seq.k_len);
   const auto v = rows_of<const T>(a.v, seq.k_start, task.head, seq.k_len);
 
-  float maximum[kRows], sum[kRows], lse[kRows], score[kRows];
+  float maximum[kRows], sum[kRows], log_sum[kRows], score[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     maximum[r] = -INFINITY;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention_fwd_plain_kernel(
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (j + lane < seq.key_limit(first + r)) {
-        const float s = score[r] * a.scale;
+        const float s = __fmul_rn(score[r], a.scale);  // rounded, so that the second pass sees the same scores
         const float larger = fmaxf(maximum[r], s);
         sum[r] = sum[r] * expf(maximum[r] - larger) + expf(s - larger);
         maximum[r] = larger;
@@ -48,8 +48,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention_fwd_plain_kernel(
   for (int r = 0; r < kRows; ++r) {
     const float all = warp_reduce<Max>(maximum[r]);
     const float total = warp_reduce<Sum>(maximum[r] == -INFINITY ? 0.f : sum[r] * expf(maximum[r] - all));
-    lse[r] = all + logf(total);  // -inf + -inf without keys
-    if (lane == 0 && first + r < seq.q_len) a.lse[(seq.q_start + first + r) * a.heads + task.head] = lse[r];
+    maximum[r] = all;
+    log_sum[r] = logf(total);
+    if (lane == 0 && first + r < seq.q_len) {
+      a.lse[(seq.q_start + first + r) * a.heads + task.head] = all + log_sum[r];  // -inf + -inf without keys
+    }
   }
 
   for (int column = 0; column < a.dim; column += kColumns) {
@@ -60,7 +63,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention_fwd_plain_kernel(
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const bool counts = (kept >> r & 1) && j + lane < seq.key_limit(first + r);
-        score[r] = counts ? expf(score[r] * a.scale - lse[r]) : 0.f;
+        // The largest score goes first: their sum would round away the logarithm of the sum where scores are large.
+        score[r] = counts ? expf(__fmul_rn(score[r], a.scale) - maximum[r] - log_sum[r]) : 0.f;
       }
       add_weighted(out, score, tiles, v.from(j), column, a.dim);
     }
