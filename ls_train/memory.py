@@ -122,7 +122,9 @@ class Workspace:
             return
         if self.retain:
             self._outgrown.append(self._storage)
-        self._storage = torch.empty(round_size(size), dtype=torch.uint8, device=self._storage.device)
+        # A first call in inference mode must not make it unusable for training.
+        with torch.inference_mode(False):
+            self._storage = torch.empty(round_size(size), dtype=torch.uint8, device=self._storage.device)
         self._typed = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -137,7 +139,8 @@ class Workspace:
         self._used = start + size
         base = self._typed.get(dtype)
         if base is None:
-            base = self._typed[dtype] = self._storage.view(dtype)
+            with torch.inference_mode(False):
+                base = self._typed[dtype] = self._storage.view(dtype)
         return base.as_strided(shape, strides, start // dtype.itemsize)
 
 

@@ -87,7 +87,8 @@ class SinusoidalPositionalEmbedding(nn.Module):
         """Return the table with at least ``length`` positions after padding."""
         rows = length + self.padding_idx + 1
         if rows > self.weights.shape[0]:
-            self.weights = self._table(max(rows, 2 * self.weights.shape[0])).to(self.weights)
+            with torch.inference_mode(False):
+                self.weights = self._table(max(rows, 2 * self.weights.shape[0])).to(self.weights)
         return self.weights
 
     def extra_repr(self) -> str:
@@ -98,7 +99,7 @@ class SinusoidalPositionalEmbedding(nn.Module):
         half = self.embedding_dim // 2
         frequency = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
         angle = torch.arange(rows, dtype=torch.float32)[:, None] * frequency
-        table = torch.zeros(rows, self.embedding_dim)
+        table = torch.zeros(rows, self.embedding_dim, dtype=torch.float32)
         table[:, :half] = angle.sin()
         table[:, half : 2 * half] = angle.cos()
         table[self.padding_idx] = 0

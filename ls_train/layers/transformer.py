@@ -198,7 +198,11 @@ class LSTransformerDecoder(_Stack):
             nn.init.normal_(self.output_projection.weight, mean=0, std=layer.hidden_size**-0.5)
 
     def forward(
-        self, tokens: Tensor, memory: Tensor | None = None, memory_padding_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        memory: Tensor | None = None,
+        memory_padding_mask: Tensor | None = None,
+        seed: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, T, V), those of a zero vector where padded.
 
@@ -206,13 +210,14 @@ class LSTransformerDecoder(_Stack):
             tokens: int64 (B, T), the target shifted right.
             memory: (B, S, Ce), the encoder's output, or None without cross attention.
             memory_padding_mask: bool (B, S), True where padded; None: no padding.
+            seed: int64 (1,) on the device, of all dropout masks; None draws one from torch's generator.
         """
         rows, packing = self.pack(tokens)
         source = None
         if memory is not None:
             source = Packing.from_padding_mask(memory_padding_mask, *memory.shape[:2], memory.device)
             memory = source.pack(memory)
-        return self.output_layer(packing.unpack(self.forward_packed(rows, packing, memory, source)))
+        return self.output_layer(packing.unpack(self.forward_packed(rows, packing, memory, source, seed)))
 
     def forward_packed(
         self,

@@ -1,10 +1,13 @@
 """Batches at the edge: one sentence, one token, a sentence of padding only, no sentence at all."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from ls_train.layers.criterion import LSCrossEntropyLayer
 from ls_train.testing import devices
+from tests.layers.comparison import gradients
 from tests.layers.fairseq_models import PAD
 from tests.layers.test_autograd import transformer
 
@@ -66,3 +69,31 @@ def test_other_sentences_do_not_matter():
         together = model(source, target)
         for b in (0, 2):
             torch.testing.assert_close(model(source[b : b + 1], target[b : b + 1])[0], together[b])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("pre_layer_norm", [True, False], ids=["pre", "post"])
+def test_rows_beyond_the_used_ones(pre_layer_norm, device):
+    """A fixed row count, as a captured graph has it: unused rows hold anything finite and change nothing."""
+    model = transformer(device, pre_layer_norm=pre_layer_norm)
+    source, target = padded([[5, 6, 7], [8, 9]], 3).to(device), padded([[2, 8], [2, 9, 10]], 3).to(device)
+    seed = torch.tensor([4], device=device)
+    results = []
+    for extra in (0, 3):
+        tokens, sides = [], []
+        for side, batch in ((model.encoder, source), (model.decoder, target)):
+            rows, packing = side.pack(batch)
+            tokens.append(torch.cat([rows, rows.new_full((extra,), 11)]))
+            positions = torch.cat([packing.positions, packing.positions.new_full((extra,), 2)])
+            sides.append(dataclasses.replace(packing, positions=positions))
+        memory = model.encoder.forward_packed(tokens[0], sides[0], seed)
+        features = model.decoder.forward_packed(tokens[1], sides[1], memory, sides[0], seed)
+        used = int(sides[1].rows)
+        assert features.shape[0] == used + extra
+        assert features[used:].eq(0).all()
+        model.zero_grad()
+        features.tanh().sum().backward()
+        results.append((features[:used], gradients(model)))
+    torch.testing.assert_close(results[1][0], results[0][0])
+    for name, value in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], value, atol=1e-6, rtol=1e-5)

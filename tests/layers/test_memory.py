@@ -1,7 +1,5 @@
 """The saved block, the shared workspace, and the number of allocations of a layer call."""
 
-import gc
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,6 +125,18 @@ def test_small_layer_then_big_layer():
         assert workspace(x).capacity > 0
 
 
+def test_training_after_a_first_call_in_inference_mode():
+    expected = loss_of(transformer().eval()).detach()
+    model = transformer().eval()
+    memory._by_thread.__dict__.clear()
+    with torch.inference_mode():
+        torch.testing.assert_close(loss_of(model), expected)
+        model.encoder(torch.randint(4, 37, (1, 1500)))
+    model.train()
+    model(torch.randint(4, 37, (1, 1500)), torch.randint(4, 37, (1, 3))).sum().backward()
+    assert model.encoder.layers[0].fc1.weight.grad.isfinite().all()
+
+
 class CountAllocations(TorchDispatchMode):
     """Counts fresh tensors that operators outside kernels make."""
 
@@ -173,15 +183,6 @@ def test_allocations_of_a_layer_call(normalize_before):
         with torch.no_grad(), CountAllocations() as evaluation:
             run()
         assert len(evaluation.calls) == 1, evaluation.calls
-
-
-def live_bytes():
-    gc.collect()
-    storages = {}
-    for tensor in gc.get_objects():
-        if isinstance(tensor, torch.Tensor):
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize("pre_layer_norm", [True, False], ids=["pre", "post"])
