@@ -29,7 +29,8 @@ class BuildWithCuda(build_py):
                     "LS_TRAIN_BUILD_CUDA=1 needs torch and numpy at build time: install them first and run "
                     "`LS_TRAIN_BUILD_CUDA=1 pip install --no-build-isolation .`"
                 ) from error
-            build.compile_library(Path(self.build_lib).resolve() / "ls_train" / "csrc")
+            folder = build.compile_library(Path(self.build_lib).resolve() / "ls_train" / "csrc").parent
+            (folder / build.LOG_NAME).unlink()  # it names folders of this machine
 
 
 class MaybeBinary(Distribution):
