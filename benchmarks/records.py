@@ -1,0 +1,81 @@
+"""Timing and records shared by all benchmarks.
+
+A record is one JSON object: ``bench``, ``case`` (a flat object), ``implementation``, ``metric``, ``value``,
+``unit``, ``ratios`` (peer to ratio, above 1 where ls_train is better), and where it was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ls_train import build
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Return machine, versions, commit and source hash, the part of a record that says where it was measured."""
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    return {"machine": machine, "versions": versions, "commit": _commit(), "source_hash": build.source_hash()}
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(RESULTS.parent), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def write_records(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write ``records``, each completed by :func:`environment`, as a JSON list."""
+    where = environment()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([{**record, **where} for record in records], indent=1) + "\n")
+
+
+def median_ms(step: Callable[[], Any], repeats: int, warmup: int) -> float:
+    """Return the median time of ``step`` in milliseconds: device time between events, wall time on a CPU."""
+    for _ in range(warmup):
+        step()
+    if not torch.cuda.is_available():
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times)
+    torch.cuda.synchronize()
+    pairs = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+
+def capture(step: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
+    """Return the replay of a CUDA graph of ``step``; without a GPU, ``step`` itself."""
+    if not torch.cuda.is_available():
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmup):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
