@@ -6,9 +6,11 @@ Every option is fairseq's. The launchers add ``--user-dir <this package>`` and c
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from fairseq_plugin import compat, user_dir
 from fairseq_plugin.errors import report
@@ -34,9 +36,34 @@ def validate(argv: Sequence[str] | None = None) -> None:
     _run("fairseq_cli.validate", argv)
 
 
+def eval_lm(argv: Sequence[str] | None = None) -> None:
+    """Run ``fairseq-eval-lm``."""
+    _run("fairseq_cli.eval_lm", argv)
+
+
 def preprocess(argv: Sequence[str] | None = None) -> None:
     """Run ``fairseq-preprocess``."""
     _run("fairseq_cli.preprocess", argv)
+
+
+def hydra_train(argv: Sequence[str] | None = None) -> None:
+    """Run ``fairseq-hydra-train``; ``common.user_dir`` of the command line or a yaml file is imported as well."""
+    from fairseq.distributed import utils as distributed_utils
+
+    call_main = distributed_utils.call_main
+
+    def carry_user_dir(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
+        given = cfg.common.user_dir
+        user_dir.carry(None if given is None or user_dir.is_plugin(given) else user_dir.resolve(given))
+        user_dir.import_carried()
+        cfg.common.user_dir = user_dir.PLUGIN_DIR
+        call_main(cfg, main, **kwargs)
+
+    distributed_utils.call_main = carry_user_dir
+    try:
+        _call("fairseq_cli.hydra_train", list(sys.argv[1:] if argv is None else argv))
+    finally:
+        distributed_utils.call_main = call_main
 
 
 def score(argv: Sequence[str] | None = None) -> None:
@@ -46,9 +73,10 @@ def score(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(module: str, argv: Sequence[str] | None) -> None:
-    arguments, users = user_dir.split(sys.argv[1:] if argv is None else argv)
-    user_dir.carry(users)
-    user_dir.import_carried()
+    with _reported():
+        arguments, users = user_dir.split(sys.argv[1:] if argv is None else argv)
+        user_dir.carry(users)
+        user_dir.import_carried()
     _call(module, [user_dir.OPTION, user_dir.PLUGIN_DIR, *arguments])
 
 
@@ -57,8 +85,16 @@ def _call(module: str, arguments: list[str]) -> None:
     previous = sys.argv
     sys.argv = [previous[0], *arguments]
     try:
-        main()
-    except Exception as error:
-        raise SystemExit(report(error)) from error
+        with _reported():
+            main()
     finally:
         sys.argv = previous
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """End the program with exit status 1 and one ``error:`` line where an exception comes out of the block."""
+    try:
+        yield
+    except Exception as error:
+        raise SystemExit(report(error)) from error

@@ -36,6 +36,7 @@ class LSTransformerDecoder(transformer.LSTransformerDecoder, FairseqIncrementalD
 
     def __init__(self, cfg: Any, dictionary: Dictionary, embed_tokens: nn.Embedding) -> None:
         super().__init__(layer_config(cfg, dictionary), embed_tokens, dictionary=dictionary)
+        self.no_encoder_attn = cfg.no_cross_attention
         self.share_input_output_embed = self.output_projection.weight is embed_tokens.weight
         self.need_attn = False
 
@@ -105,7 +106,7 @@ class LSTransformerDecoder(transformer.LSTransformerDecoder, FairseqIncrementalD
         wanted = None
         if self.wants_attention(alignment_layer):
             wanted = range(len(self.layers))[-1 if alignment_layer is None else alignment_layer]
-        memory, memory_packing = _packed_memory(encoder_out)
+        memory, memory_packing = (None, None) if self.no_encoder_attn else _packed_memory(encoder_out)
         if incremental_state is not None:
             x, weights = self._step(prev_output_tokens, memory, memory_packing, incremental_state, wanted)
             return x, {"attn": [_average(weights, alignment_heads)], "inner_states": []}

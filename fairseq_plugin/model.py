@@ -6,7 +6,6 @@ either load into the other.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 
 from fairseq_plugin.decoder import LSTransformerDecoder
 from fairseq_plugin.encoder import LSTransformerEncoder
-from fairseq_plugin.model_options import decoder_reasons, encoder_reasons
+from fairseq_plugin.model_options import decoder_reasons, encoder_reasons, is_reference
 from ls_train import rng
 from ls_train.packing import Packing
-
-logger = logging.getLogger(__name__)
 
 
 @register_model("ls_transformer")
@@ -40,7 +37,7 @@ class LSTransformerModel(TransformerModel):
     def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: nn.Embedding) -> nn.Module:
         """Return the fused encoder, or fairseq's own where an option asks for it."""
         cfg = TransformerConfig.from_namespace(args)
-        if _is_reference("encoder", encoder_reasons(cfg)):
+        if is_reference("ls_transformer", "encoder", encoder_reasons(cfg)):
             return super().build_encoder(cfg, src_dict, embed_tokens)
         return LSTransformerEncoder(cfg, src_dict, embed_tokens)
 
@@ -48,7 +45,7 @@ class LSTransformerModel(TransformerModel):
     def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: nn.Embedding) -> nn.Module:
         """Return the fused decoder, or fairseq's own where an option asks for it."""
         cfg = TransformerConfig.from_namespace(args)
-        if _is_reference("decoder", decoder_reasons(cfg)):
+        if is_reference("ls_transformer", "decoder", decoder_reasons(cfg)):
             return super().build_decoder(cfg, tgt_dict, embed_tokens)
         return LSTransformerDecoder(cfg, tgt_dict, embed_tokens)
 
@@ -96,7 +93,9 @@ class LSTransformerModel(TransformerModel):
         if fused and not return_all_hiddens and not self.decoder.wants_attention(alignment_layer):
             seed = self._draw_seed(src_tokens.device)
             source, target = _packings(self.decoder.padding_idx, src_tokens, prev_output_tokens)
-            memory = self.encoder.forward_packed(source.pack(src_tokens), source, seed)
+            memory = None
+            if not self.cfg.no_cross_attention:
+                memory = self.encoder.forward_packed(source.pack(src_tokens), source, seed)
             x = self.decoder.forward_packed(target.pack(prev_output_tokens), target, memory, source, seed)
             if not packed_features:
                 x, extra = target.unpack(x), {"attn": [None], "inner_states": []}
@@ -136,13 +135,6 @@ def _packings(padding_idx: int, *batches: Tensor) -> list[Packing]:
         Packing.from_padding_mask(part.view(batch.shape), *batch.shape, batch.device)
         for part, batch in zip(parts, batches, strict=True)
     ]
-
-
-def _is_reference(side: str, reasons: list[str]) -> bool:
-    """Return whether ``side`` is built of fairseq's modules, and say why in one line."""
-    if reasons:
-        logger.info(f"ls_transformer: the {side} runs on fairseq's own layers because of {', '.join(reasons)}")
-    return bool(reasons)
 
 
 def _register_architectures() -> None:

@@ -6,14 +6,24 @@ decoder, with one logged line that names the option. Options that neither path c
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fairseq.data import Dictionary
 
 from ls_train.layers.config import TransformerConfig
 
+logger = logging.getLogger(__name__)
+
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """fairseq's activation functions that the layers compute, with the layers' names."""
+
+
+def is_reference(model: str, side: str, reasons: list[str]) -> bool:
+    """Return whether ``side`` of ``model`` is built of fairseq's modules, and log in one line why."""
+    if reasons:
+        logger.info(f"{model}: the {side} runs on fairseq's own layers because of {', '.join(reasons)}")
+    return bool(reasons)
 
 
 def encoder_reasons(cfg: Any) -> list[str]:

@@ -11,6 +11,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from fairseq_plugin.errors import UserError
+
 OPTION = "--user-dir"
 VARIABLE = "LS_TRAIN_USER_DIR"
 PLUGIN_DIR = str(Path(__file__).resolve().parent)
@@ -19,11 +21,8 @@ PLUGIN_DIR = str(Path(__file__).resolve().parent)
 def split(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Return the arguments without any ``--user-dir``, and the last one given that is not the plugin's own folder.
 
-    A folder that exists is returned as an absolute path; any other string is left for fairseq to resolve, which also
-    looks beside its own package.
-
     Raises:
-        ValueError: ``--user-dir`` is the last argument and has no value.
+        UserError: ``--user-dir`` is the last argument and has no value.
     """
     rest: list[str] = []
     chosen: str | None = None
@@ -32,15 +31,20 @@ def split(arguments: Sequence[str]) -> tuple[list[str], str | None]:
         if argument == OPTION:
             value = next(remaining, None)
             if value is None:
-                raise ValueError(f"{OPTION} needs a folder after it")
+                raise UserError(f"{OPTION} needs a folder after it")
         elif argument.startswith(OPTION + "="):
             value = argument[len(OPTION) + 1 :]
         else:
             rest.append(argument)
             continue
         if not is_plugin(value):
-            chosen = os.path.abspath(value) if os.path.exists(value) else value
+            chosen = resolve(value)
     return rest, chosen
+
+
+def resolve(folder: str) -> str:
+    """Return ``folder`` as an absolute path where it exists; otherwise fairseq looks for it beside its own package."""
+    return os.path.abspath(folder) if os.path.exists(folder) else folder
 
 
 def is_plugin(folder: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_plugin import cli, user_dir
+from fairseq_plugin.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 USER_MODULE = """
@@ -57,7 +58,7 @@ class TestUserDir:
         assert user_dir.split(["--user-dir=mine", "--user-dir", user_dir.PLUGIN_DIR]) == ([], mine)
         assert user_dir.split(["--user-dir", "x", "--user-dir", "examples/y"]) == ([], "examples/y")
         assert user_dir.split(["--user-dirs", "x"]) == (["--user-dirs", "x"], None)
-        with pytest.raises(ValueError, match="--user-dir needs a folder"):
+        with pytest.raises(UserError, match="--user-dir needs a folder"):
             user_dir.split(["--user-dir"])
 
     @pytest.mark.parametrize("relative", [False, True])

@@ -85,17 +85,52 @@ def test_any_mix(runs, run_cli, data_bin, tmp_path, arch, criterion, optimizer):
     assert close(losses(result.out), losses(results["fairseqs"].out)[:5])
 
 
-def hypotheses(log: str) -> dict[int, tuple[float, str]]:
-    found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", log, re.MULTILINE)
-    return {int(number): (float(score), text) for number, score, text in found}
+def hypotheses(log: str) -> dict[tuple[int, int], tuple[float, str]]:
+    """Return score and text of every hypothesis by (sentence, rank)."""
+    found: dict[tuple[int, int], tuple[float, str]] = {}
+    for number, score, text in re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", log, re.MULTILINE):
+        rank = sum(key[0] == int(number) for key in found)
+        found[int(number), rank] = (float(score), text)
+    return found
 
 
-@pytest.mark.parametrize("extra", [[], ["--left-pad-source"], ["--prefix-size", 2]])
-def test_beam_five(runs, run_cli, plain, data_bin, extra):
-    """fairseq-generate with fairseq's model and lightseq-generate with ours, from the same checkpoint.
+GENERATION = {
+    "beam": [],
+    "right-padded source": ["--left-pad-source"],  # the option switches fairseq's default off
+    "prefix": ["--prefix-size", 2],
+    "alignment": ["--print-alignment", "hard", "--gen-subset", "valid"],
+    "diverse siblings": ["--diversity-rate", 0.5, "--gen-subset", "valid"],
+    "sampling": ["--sampling", "--sampling-topk", 5, "--nbest", 5, "--seed", 1, "--gen-subset", "valid"],
+    "unnormalised, unk penalty": ["--unnormalized", "--unkpen", 2, "--lenpen", 0.6, "--gen-subset", "valid"],
+    "score reference": ["--score-reference", "--gen-subset", "valid"],
+}
 
-    ``--left-pad-source`` switches fairseq's default, left padding of the source, off.
-    """
+
+@pytest.mark.parametrize("extra", GENERATION.values(), ids=GENERATION)
+def test_generation(runs, run_cli, plain, data_bin, extra):
+    """fairseq-generate with fairseq's model and lightseq-generate with ours, beam 5, from the same checkpoint."""
+    folder, _ = runs
+    arguments = [data_bin, "--cpu", "--path", folder / "fairseqs" / "checkpoint_last.pt", "--beam", 5]
+    arguments += ["--max-len-b", 20, "--required-batch-size-multiple", 1, "--max-tokens", 800, *extra]
+    ours_by_name = ["--model-overrides", "{'arch': 'ls_transformer_tiny', '_name': 'ls_transformer_tiny'}"]
+    jobs = [
+        run_cli.start(plain["generate"], *arguments),
+        run_cli.start(cli.generate, *arguments, *ours_by_name),
+    ]
+    logs = [job.wait(120).check().out for job in jobs]
+    fairseqs, ours = (hypotheses(log) for log in logs)
+    assert len(fairseqs) == (300 if "--sampling" in extra else 60 if "valid" in extra else 200)
+    assert fairseqs.keys() == ours.keys()
+    same = [key for key in fairseqs if fairseqs[key][1] == ours[key][1]]
+    assert len(same) >= 0.995 * len(fairseqs)
+    assert all(abs(fairseqs[key][0] - ours[key][0]) <= 1e-4 for key in fairseqs)
+    if "--print-alignment" in extra:
+        alignments = [re.findall(r"^A-\d+\t.*$", log, re.MULTILINE) for log in logs]
+        assert alignments[0] == alignments[1] != []
+
+
+def test_constrained_decoding(runs, run_cli, plain, data_bin):
+    """Lexical constraints through the interactive command: both find the same translations with the word in them."""
     folder, _ = runs
     arguments = [
         data_bin,
@@ -105,17 +140,26 @@ def test_beam_five(runs, run_cli, plain, data_bin, extra):
         "--beam",
         5,
         "--max-len-b",
-        20,
+        12,
     ]
-    arguments += ["--required-batch-size-multiple", 1, "--max-tokens", 800]
     ours_by_name = ["--model-overrides", "{'arch': 'ls_transformer_tiny', '_name': 'ls_transformer_tiny'}"]
+    text = "the system\tSystem\nthis is the package\tPaket\n"
     jobs = [
-        run_cli.start(plain["generate"], *arguments, *extra),
-        run_cli.start(cli.generate, *arguments, *extra, *ours_by_name),
+        run_cli.start(plain["interactive"], *arguments, "--constraints", stdin=text),
+        run_cli.start(cli.interactive, *arguments, "--constraints", *ours_by_name, stdin=text),
     ]
-    fairseqs, ours = (hypotheses(job.wait(120).check().out) for job in jobs)
-    assert len(fairseqs) == 200
-    assert fairseqs.keys() == ours.keys()
-    same = [number for number in fairseqs if fairseqs[number][1] == ours[number][1]]
-    assert len(same) >= 0.995 * len(fairseqs)
-    assert all(abs(fairseqs[number][0] - ours[number][0]) <= 1e-4 for number in fairseqs)
+    fairseqs, ours = (hypotheses(job.wait(60).check().out) for job in jobs)
+    assert len(fairseqs) == 2
+    assert {key: text for key, (_, text) in ours.items()} == {key: text for key, (_, text) in fairseqs.items()}
+
+
+def test_bleu_while_training(run_cli, data_bin, tmp_path):
+    """``--eval-bleu`` generates with the model that is being trained; the checkpoint with its numpy meters loads."""
+    extra = ["--eval-bleu", "--eval-bleu-args", '{"beam": 2, "max_len_b": 5}', "--eval-bleu-detok", "space"]
+    extra += ["--eval-bleu-print-samples", "--best-checkpoint-metric", "bleu", "--maximize-best-checkpoint-metric"]
+    arguments = command(data_bin, tmp_path, OURS, *extra)
+    result = run_cli(cli.train, *arguments, "--max-update", 2).check()
+    assert "example hypothesis" in result.out
+    assert re.search(r"\| valid \| \{.*\"valid_bleu\"", result.out)
+    again = run_cli(cli.train, *arguments, "--max-update", 3).check()
+    assert "Loaded checkpoint" in again.out
