@@ -51,8 +51,9 @@ class LSTransformerLanguageModel(TransformerLanguageModel):
         if args.max_target_positions is None:
             args.max_target_positions = getattr(args, "tokens_per_sample", DEFAULT_MAX_TARGET_POSITIONS)
         cfg = TransformerConfig.from_namespace(args)
+        cfg.no_cross_attention = True
         embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
-        return cls(LSTransformerDecoder(cfg, task.target_dictionary, embed_tokens, no_encoder_attn=True))
+        return cls(LSTransformerDecoder(cfg, task.target_dictionary, embed_tokens))
 
     @property
     def supports_packed_features(self) -> bool:
@@ -70,8 +71,8 @@ class LSTransformerLanguageModel(TransformerLanguageModel):
             options: for the decoder's ``forward``; ``src_lengths`` is not needed, the padding tells.
 
         Returns:
-            (logits (B, T, V), {"attn": [None], "inner_states": [T x B x C, ...]}), or with ``packed_features`` (features
-            (N, C), :class:`~ls_train.packing.Packing` of the text, weight (V, C)).
+            (logits (B, T, V), {"attn": [None], "inner_states": [T x B x C, ...]}), or with ``packed_features``
+            (features (N, C), :class:`~ls_train.packing.Packing` of the text, weight (V, C)).
 
         Raises:
             ValueError: packed features were asked of a model that does not have them.
