@@ -37,7 +37,7 @@ DType data_type(const char* op, const char* name, const Tensor& tensor) {
                                                                    {aoti_torch_dtype_bool(), DType::kBool},
                                                                    {aoti_torch_dtype_float64(), DType::kFloat64}}};
   int32_t code = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
   for (const auto& [known, type] : kTypes) {
     if (known == code) return type;
   }
@@ -71,8 +71,8 @@ struct Call {
 
   TensorRef check(const Argument& argument, const Tensor& tensor) {
     int32_t kind = 0, index = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &kind));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &kind));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
     static const int32_t kCuda = aoti_torch_device_type_cuda();
     if (kind != kCuda) fail_argument(op, argument.name, "is not on a CUDA device; move all arguments to one");
     if (device < 0) device = index;
@@ -172,7 +172,7 @@ cudaStream_t current_stream(const char* op, int device) {
   }();
   if (function == nullptr) fail(op, "this torch has no CUDA; install a CUDA build of it");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(function(device, &stream));
+  TORCH_ERROR_CODE_CHECK(function(device, &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -599,6 +599,21 @@ struct Adam {
   }
 };
 
+struct LossScaleUpdate {
+  static constexpr const char* name = "loss_scale_update";
+  static constexpr auto launch = &ls_train::loss_scale_update;
+  static constexpr Argument arguments[] = {float32("scale", "1"), int64("counters", "4"), float32("exhausted", "1"),
+                                           float32("found_inf", "1")};
+
+  template <class Named, class... Arguments>
+  static void check(const Call& call, const Named&, const Arguments&... arguments) {
+    constexpr size_t kScalars = 5;  // factor, window, tolerance, threshold, min_scale
+    const auto all = std::tie(arguments...);
+    if (!(std::get<sizeof...(Arguments) - kScalars>(all) > 1.0)) fail_argument(call.op, "factor", "must be above 1");
+    if (std::get<sizeof...(Arguments) - kScalars + 1>(all) < 1) fail_argument(call.op, "window", "must be at least 1");
+  }
+};
+
 }  // namespace
 }  // namespace ls_train
 
@@ -627,4 +642,5 @@ STABLE_TORCH_LIBRARY_IMPL(ls_train, CUDA, m) {
   LS_TRAIN_BIND(GradNorm);
   LS_TRAIN_BIND(AdamPrepare);
   LS_TRAIN_BIND(Adam);
+  LS_TRAIN_BIND(LossScaleUpdate);
 }

@@ -118,5 +118,9 @@ cudaError_t adam(const TensorRef& param, const TensorRef& master, const TensorRe
                  const TensorRef& segment_step, const TensorRef& active, const TensorRef& hyper,
                  const TensorRef& update, const TensorRef& grad_scale, const TensorRef& found_inf, bool decoupled_decay,
                  bool bias_correction, bool eps_after_correction, cudaStream_t stream);
+// scale, exhausted, found_inf: (1,) float; counters: (4,) int64
+cudaError_t loss_scale_update(const TensorRef& scale, const TensorRef& counters, const TensorRef& exhausted,
+                              const TensorRef& found_inf, double factor, int64_t window, double tolerance,
+                              double threshold, double min_scale, cudaStream_t stream);
 
 }  // namespace ls_train

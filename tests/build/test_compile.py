@@ -26,6 +26,7 @@ ELEMENTWISE = {
     "grad_norm_finish_kernel",
     "layer_norm_bwd_wide_columns_kernel",
     "layer_norm_bwd_wide_rows_kernel",
+    "loss_scale_update_kernel",
 }
 READ_ONLY = {"cross_entropy_fwd_kernel", "grad_norm_kernel"}
 
