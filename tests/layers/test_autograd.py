@@ -249,6 +249,58 @@ def test_gradient_of_the_kv_chain_is_not_copied():
     torch.testing.assert_close(run(True)[0], gradient + 3)
 
 
+def test_keys_and_values_in_branches():
+    """One slice used twice, keys and values handed to two branches: their gradients add up."""
+    layers = [LSTransformerDecoderLayer(embed_dim=16, num_heads=4, dropout=0.0).eval() for _ in range(2)]
+    packing = Packing.from_lengths(torch.tensor([4, 2]), 4, torch.device("cpu"))
+    x, memory = torch.randn(6, 16), torch.randn(6, 16)
+    kv = cross_kv(memory, packing, layers).detach().requires_grad_()
+
+    def run(first, second, third):
+        rows, handed_on = layers[0].forward_packed(x, packing, first, packing, 0)
+        one = first is second is third
+        a, _ = layers[1].forward_packed(rows, packing, handed_on if one else second, packing, 1)
+        b, _ = layers[0].forward_packed(rows, packing, handed_on if one else third, packing, 0)
+        (a.tanh() + b.tanh()).sum().backward()
+
+    run(kv, kv, kv)
+    copies = [kv.detach().requires_grad_() for _ in range(3)]
+    run(*copies)
+    torch.testing.assert_close(kv.grad, sum(copy.grad for copy in copies))
+
+
+def test_gradient_of_keys_and_values_changed_by_a_hook():
+    """A hook that adds to the buffer in place is not overwritten by the layers before it."""
+    layers = [LSTransformerDecoderLayer(embed_dim=16, num_heads=4, dropout=0.0).eval() for _ in range(2)]
+    packing = Packing.from_lengths(torch.tensor([4, 2]), 4, torch.device("cpu"))
+    x, memory = torch.randn(6, 16), torch.randn(6, 16)
+    kv = cross_kv(memory, packing, layers).detach().requires_grad_()
+
+    def run(*hooks):
+        kv.grad = None
+        rows, handed_on = layers[0].forward_packed(x, packing, kv, packing, 0)
+        for hook in hooks:
+            handed_on.register_hook(hook)
+        layers[1].forward_packed(rows, packing, handed_on, packing, 1)[0].tanh().sum().backward()
+        return kv.grad
+
+    expected = run() + 1
+
+    def add_one(gradient):
+        gradient.add_(1)
+
+    torch.testing.assert_close(run(add_one), expected)
+
+
+def test_only_the_keys_and_values_are_used():
+    layer = LSTransformerDecoderLayer(embed_dim=16, num_heads=4)
+    packing = Packing.from_lengths(torch.tensor([4, 2]), 4, torch.device("cpu"))
+    kv = torch.randn(6, 32, requires_grad=True)
+    layer.forward_packed(torch.randn(6, 16), packing, kv, packing)[1].sum().backward()
+    assert torch.equal(kv.grad, torch.ones(6, 32))
+    assert layer.fc1.weight.grad is None
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     """Parameters and inputs are cast; gradients come back in the parameters' type."""

@@ -153,3 +153,18 @@ def test_one_written_slot_beside_a_fresh_gradient():
     returned = writer.finish()
     assert torch.equal(first.grad, torch.full((2, 3), 3.0))
     assert torch.equal(returned[1], torch.full((2, 3), 4.0))
+
+
+def test_one_parameter_opened_twice():
+    """Two places of one layer share a parameter: the second write adds to the first."""
+    shared = torch.nn.Parameter(torch.zeros(2, 3))
+    flat = FlatParameters([shared])
+    flat.direct_grads = True
+    flat.buffers[0].grad.fill_(float("nan"))
+    writer = GradientWriter({"a": 0, "b": 1}, (shared, shared), (shared, shared), (True, True))
+    for name, value, adds in (("a", 2.0, False), ("b", 5.0, True)):
+        (target,), accumulate = writer.open(name)
+        assert accumulate == adds
+        target.copy_(target + value if accumulate else torch.full((2, 3), value))
+    writer.finish()
+    assert torch.equal(shared.grad, torch.full((2, 3), 7.0))

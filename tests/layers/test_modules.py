@@ -18,6 +18,7 @@ from ls_train import (
     LSTransformerEmbeddingLayer,
     LSTransformerEncoderLayer,
 )
+from ls_train.layers.call import SITES
 from ls_train.layers.cross_kv import cross_kv
 from ls_train.packing import Packing
 from tests.layers.comparison import gradients
@@ -206,6 +207,24 @@ def test_bad_inputs():
         decoder.forward_packed(rows, packing, kv, packing, 1)
     with pytest.raises(ValueError, match="source has batch 1, target has 2"):
         transformer()(torch.tensor([[4]]), torch.tensor([[4], [5]]))
+
+
+def test_dropout_sites_of_a_model_are_all_different(monkeypatch):
+    model = transformer(num_encoder_layer=3, num_decoder_layer=3)
+    offsets, seeds = [model.encoder.rng_offset, model.decoder.rng_offset], []
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        call = layer._call
+
+        def record(packing, seed, rng_offset, call=call):
+            offsets.append(rng_offset)
+            seeds.append(seed)
+            return call(packing, seed, rng_offset)
+
+        monkeypatch.setattr(layer, "_call", record)
+    loss_of(model)
+    sites = {offset + site for offset in offsets for site in range(SITES)}
+    assert len(sites) == len(offsets) * SITES == 8 * SITES
+    assert all(seed is seeds[0] for seed in seeds)
 
 
 def test_layerdrop():
