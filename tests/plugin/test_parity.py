@@ -3,13 +3,13 @@
 Both sides run with the same seed and flags, dropout 0, one thread. Only the registered names differ.
 """
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from fairseq_plugin import cli
+from tests.plugin.training_log import losses, precise
 
 OURS = {"arch": "ls_transformer_tiny", "criterion": "ls_label_smoothed_cross_entropy", "optimizer": "ls_adam"}
 FAIRSEQS = {"arch": "transformer_tiny", "criterion": "label_smoothed_cross_entropy", "optimizer": "adam"}
@@ -27,11 +27,6 @@ def command(data_bin: Path, save_dir: Path, names: dict[str, str], *extra: objec
     ]
 
 
-def losses(log: str, tag: str = "train_inner") -> list[float]:
-    lines = re.findall(rf"\| {tag} \| (\{{.*\}})", log)
-    return [float(json.loads(line)["loss" if tag == "train_inner" else f"{tag}_loss"]) for line in lines]
-
-
 def close(ours: list[float], fairseqs: list[float], tolerance: float = 1e-4) -> bool:
     return len(ours) == len(fairseqs) and all(abs(a - b) <= tolerance * abs(b) for a, b in zip(ours, fairseqs))
 
@@ -44,21 +39,8 @@ def runs(tmp_path_factory, run_cli, plain, data_bin):
     jobs = {}
     for side, main, names in (("ours", cli.train, OURS), ("fairseqs", plain["train"], FAIRSEQS)):
         save_dir = folder / side
-        jobs[side] = run_cli.start(_precise(main), *command(data_bin, save_dir, names, *extra), cwd=folder)
+        jobs[side] = run_cli.start(precise(main), *command(data_bin, save_dir, names, *extra), cwd=folder)
     return folder, {side: job.wait(150).check() for side, job in jobs.items()}
-
-
-def _precise(main):
-    """Run ``main`` with progress lines of full precision instead of three digits."""
-
-    def run():
-        from fairseq.logging import metrics
-
-        rounded = metrics.log_scalar
-        metrics.log_scalar = lambda key, value, weight=1, priority=10, round=None: rounded(key, value, weight, priority)
-        return main()
-
-    return run
 
 
 def test_fifty_updates(runs):
@@ -81,7 +63,7 @@ def test_any_mix(runs, run_cli, data_bin, tmp_path, arch, criterion, optimizer):
     _, results = runs
     names = {"arch": arch, "criterion": criterion, "optimizer": optimizer}
     extra = ["--update-freq", 2, "--clip-norm", 1, "--max-update", 5, "--encoder-normalize-before", "--no-save"]
-    result = run_cli(_precise(cli.train), *command(data_bin, tmp_path, names, *extra), "--disable-validation").check()
+    result = run_cli(precise(cli.train), *command(data_bin, tmp_path, names, *extra), "--disable-validation").check()
     assert close(losses(result.out), losses(results["fairseqs"].out)[:5])
 
 
