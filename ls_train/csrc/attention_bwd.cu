@@ -5,8 +5,8 @@
 // are more, then attention_bwd_dq.cu makes dq) and goes through the queries in tiles of up to 64. For each tile:
 //   1. 16 queries x 32 keys a warp: scores and dout * v^T in registers, softmax gradient there, the probabilities that
 //      dropout kept and the gradient of the scores to shared memory as 16-bit numbers;
-//   2. 16 keys x 32 or 64 columns a warp: dv += probs^T dout and dk += dscores^T q, in registers until the last tile;
-//   3. 16 queries x 32 columns a warp: dq = dscores k.
+//   2. 16 queries x 32 or 64 columns a warp: dq = dscores k;
+//   3. 16 keys x 32 or 64 columns a warp: dv += probs^T dout and dk += dscores^T q, in registers until the last tile.
 // Every sum is made by one thread in a fixed order. Bytes, where one block holds the keys: q, k, v, dout read, dq, dk,
 // dv written once, out read where there are more than 32 keys (otherwise its row sums follow from the rest):
 // (4 Nq + 4 Nk) * H * D * 2 and 4 * Nq * H of lse.
@@ -117,7 +117,6 @@ __global__ void __launch_bounds__(kMaxThreads<kDim, kWhole>, 512 / kMaxThreads<k
 #ifdef LS_TRAIN_TENSOR_CORES
   constexpr int kStride = kTileStride<kDim>;
   constexpr int kPartTiles = kColumns<kDim, kWhole> / 8;
-  constexpr int kQueryTiles = 4;  // columns / 8 of step 3
   extern __shared__ uint4 shared[];
   const Buffers<T, kDim> buffers(a, shared);
   const Task task = block_task(a, a.k_tiles);
@@ -178,10 +177,26 @@ __global__ void __launch_bounds__(kMaxThreads<kDim, kWhole>, 512 / kMaxThreads<k
     }
     __syncthreads();
 
+    if constexpr (kWhole) {
+      for (int unit = warp; unit < padded / kWarpRows * kParts<kDim, kWhole>; unit += warps) {
+        const int tile_row = unit / kParts<kDim, kWhole> * kWarpRows;
+        const int column = unit % kParts<kDim, kWhole> * kColumns<kDim, kWhole>;
+        const T* scores_row = buffers.dscores + (tile_row + lane % 16) * score_width + lane / 16 * 8;
+        float dq[kPartTiles][4] = {};
+#pragma unroll 2
+        for (int key = 0; key < keys; key += kWarpRows) {
+          uint32_t dscores[4];
+          load_matrices(dscores, scores_row + key);
+          add_product(dq, dscores, buffers.k + key * kStride + column, kStride);
+        }
+        store_rows(a.dq.at<T>(row + tile_row, task.head) + column, a.dq.row_stride, rows - tile_row, a.dim - column, dq,
+                   {a.scale, a.scale});
+      }
+    }
     if (warp_key < keys) {
       // Left factors transposed: lanes name the queries' rows so that the four matrices come in the order of the keys.
       const int at = (lane % 8 + lane / 16 * 8) * score_width + warp_key + lane / 8 % 2 * 8;
-#pragma unroll 1  // two unrolled steps spill
+#pragma unroll(kWhole ? 2 : 1)
       for (int i = 0; i < padded; i += kWarpRows) {
         uint32_t probs[4], dscores[4];
         load_matrices_transposed(probs, buffers.probs + at + i * score_width);
@@ -190,22 +205,7 @@ __global__ void __launch_bounds__(kMaxThreads<kDim, kWhole>, 512 / kMaxThreads<k
         add_product(dk, dscores, buffers.q + i * kStride + warp_column, kStride);
       }
     }
-    if constexpr (!kWhole) continue;
-    constexpr int kGroups = kDim / (kQueryTiles * 8);
-    for (int unit = warp; unit < padded / kWarpRows * kGroups; unit += warps) {
-      const int tile_row = unit / kGroups * kWarpRows;
-      const int column = unit % kGroups * kQueryTiles * 8;
-      const T* scores_row = buffers.dscores + (tile_row + lane % 16) * score_width + lane / 16 * 8;
-      float dq[kQueryTiles][4] = {};
-      for (int key = 0; key < keys; key += kWarpRows) {
-        uint32_t dscores[4];
-        load_matrices(dscores, scores_row + key);
-        add_product(dq, dscores, buffers.k + key * kStride + column, kStride);
-      }
-      store_rows(a.dq.at<T>(row + tile_row, task.head) + column, a.dq.row_stride, rows - tile_row, a.dim - column, dq,
-                 {a.scale, a.scale});
-    }
-    break;
+    if constexpr (kWhole) break;
   }
 
   if (warp_key < keys) {

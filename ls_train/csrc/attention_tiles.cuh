@@ -106,7 +106,7 @@ __device__ __forceinline__ void add_dots(float (&c)[kChunkTiles][4], const T* ow
   const int lane = threadIdx.x % kWarp;
   const T* own_row = own + lane % 16 * kStride + lane / 16 * 8;
   const T* other_row = other + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 8;
-#pragma unroll
+#pragma unroll 2  // fragments of more steps at once would spill in the backward
   for (int k = 0; k < kDim; k += 16) {
     uint32_t a[4];
     load_matrices(a, own_row + k);
