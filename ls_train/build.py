@@ -125,13 +125,14 @@ def cache_dir() -> Path:
     return Path(root).expanduser().resolve() / "ls_train"
 
 
-def compile_library(output: Path | str, archs: Sequence[str] | None = None, keep_ptx: bool = False) -> Path:
+def compile_library(output: Path | str, archs: Sequence[str] | None = None, work: Path | str | None = None) -> Path:
     """Compile the library into the folder ``output`` and return its path; the compilers' output is in build.log there.
 
     Args:
         output: folder, made if it is missing. A library that is there is replaced when the new one is complete.
         archs: targets such as ``"9.0"`` or ``"9.0+PTX"``; None: see :func:`target_archs`.
-        keep_ptx: also leave each source's PTX in ``output``/ptx.
+        work: folder for objects and PTX (in keep/), which is kept, so that the next call compiles only what changed;
+            None for a temporary one.
 
     Raises:
         BuildError: a tool is missing or the compilation failed.
@@ -139,20 +140,19 @@ def compile_library(output: Path | str, archs: Sequence[str] | None = None, keep
     targets = target_archs() if archs is None else parse_archs(archs)
     output = Path(output).resolve()
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=output) as scratch:
-        work = Path(scratch)
-        log = _run_ninja(work, targets, keep_ptx)
-        (work / LOG_NAME).write_text(log)
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".build-", dir=output)))
+        folder = scratch if work is None else Path(work).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        _run_ninja(folder, targets, keep_ptx=work is not None)
+        shutil.copy2(folder / LIBRARY_NAME, scratch / f"{LIBRARY_NAME}.new")
+        logs = [(folder / f"{source.name}.log").read_text() for source in sources()]
+        (scratch / f"{LOG_NAME}.new").write_text("".join(logs))
         # Sources and targets, by which a later start knows what the library next to it is.
         about = {"sources": source_hash(), "archs": list(targets)}
-        (work / _about_name()).write_text(json.dumps(about) + "\n")
-        if keep_ptx:
-            shutil.rmtree(output / "ptx", ignore_errors=True)
-            (output / "ptx").mkdir()
-            for ptx in work.glob("keep/*.ptx"):
-                ptx.rename(output / "ptx" / ptx.name)
+        (scratch / f"{_about_name()}.new").write_text(json.dumps(about) + "\n")
         for name in (LOG_NAME, LIBRARY_NAME, _about_name()):
-            os.replace(work / name, output / name)
+            os.replace(scratch / f"{name}.new", output / name)
     return output / LIBRARY_NAME
 
 
@@ -213,14 +213,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _run_ninja(work: Path, archs: Sequence[str], keep_ptx: bool) -> str:
-    """Compile and link in ``work`` and return the compilers' output."""
+def _run_ninja(work: Path, archs: Sequence[str], keep_ptx: bool) -> None:
+    """Compile and link in ``work``; each compiler's output goes to <source>.log."""
     (work / "build.ninja").write_text(_ninja_file(work, archs, keep_ptx))
     command = [_ninja(), "-C", str(work), "-v", *(["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else [])]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode != 0:
         raise BuildError(_failure(result.stdout, command))
-    return result.stdout
 
 
 def _ninja_file(work: Path, archs: Sequence[str], keep_ptx: bool) -> str:
@@ -229,24 +228,25 @@ def _ninja_file(work: Path, archs: Sequence[str], keep_ptx: bool) -> str:
     home = cuda_home()
     nvcc = [str(home / "bin" / "nvcc"), *NVCC_FLAGS, *_gencode_flags(archs)]
     if keep_ptx:
-        (work / "keep").mkdir()
+        (work / "keep").mkdir(exist_ok=True)
         nvcc += ["--keep", f"--keep-dir={work / 'keep'}"]
     cxx = [_host_compiler(), *CXX_FLAGS]
     for folder in (*cpp_extension.include_paths(), str(home / "include")):
         cxx += ["-isystem", folder]
     library_dirs = [Path(torch.__file__).parent / "lib", *_cuda_library_dirs(home)]
     link = [_host_compiler(), *LINK_FLAGS, *(f"-L{folder}" for folder in library_dirs)]
+    compile_one = "-MD -MF $name.d -c $in -o $out > $name.log 2>&1 || { cat $name.log; exit 1; }"
     lines = [
-        f"rule cuda\n  command = {_ninja_command(nvcc)} -c $in -o $out",
-        f"rule cxx\n  command = {_ninja_command(cxx)} -c $in -o $out",
-        f"rule link\n  command = {_ninja_command(link)} $in {' '.join(LINK_LIBRARIES)} -o $out",
+        f"rule {rule}\n  command = {_ninja_command(command)} {compile_one}\n  depfile = $name.d\n  deps = gcc"
+        for rule, command in (("cuda", nvcc), ("cxx", cxx))
     ]
+    lines.append(f"rule link\n  command = {_ninja_command(link)} $in {' '.join(LINK_LIBRARIES)} -o $out")
     objects = []
     # The largest sources first: they take longest, and the last one decides when all are done.
     for source in sorted(sources(), key=lambda path: -path.stat().st_size):
         rule = "cuda" if source.suffix == ".cu" else "cxx"
         objects.append(source.name + ".o")
-        lines.append(f"build {objects[-1]}: {rule} {_ninja_path(source)}")
+        lines.append(f"build {objects[-1]}: {rule} {_ninja_path(source)}\n  name = {source.name}")
     lines.append(f"build {LIBRARY_NAME}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 

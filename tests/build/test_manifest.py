@@ -16,13 +16,18 @@ import pytest
 from ls_train import build
 from ls_train.build import BuildError
 
-# Writes its last argument (the output), after the pause in $PAUSE, and a line a call into $CALLS.
+# Writes its output after the pause in $PAUSE, its dependencies, and a line a call into $CALLS.
 _COMPILER = """#!/bin/sh
 echo "$0 $*" >> "$CALLS"
 sleep "${PAUSE:-0}"
 if [ -n "$FAIL" ]; then echo "$FAIL"; exit 1; fi
-for output; do :; done
-echo compiled > "$output"
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -MF) echo "out: " > "$2" ;;
+    -o) echo compiled > "$2" ;;
+  esac
+  shift
+done
 """
 
 
