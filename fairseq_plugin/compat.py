@@ -2,7 +2,8 @@
 
 :func:`apply` runs when the plugin is imported, so launchers, plain ``--user-dir fairseq_plugin`` and spawned ranks all
 get it. Every mend says why it is there and looks at the installed versions first: on a fairseq that has the fix it does
-nothing. None of them changes what is computed, nor which data is read in which order.
+nothing. None of them changes what is computed, nor which data is read in which order. Reading checkpoints is the
+business of :mod:`fairseq_plugin.checkpoint`.
 
 Silent bugs of fairseq that change results are left as they are, because a comparison with plain fairseq must see the
 same data; where sentences get lost a warning says so:
@@ -95,6 +96,7 @@ def import_fairseq() -> None:
 # Deprecated calls inside fairseq that still work: (category, start of the message as a regular expression).
 _KNOWN_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     (FutureWarning, r"`torch\.cuda\.amp\."),
+    (FutureWarning, r"`broadcast_buffers` is deprecated"),
     (DeprecationWarning, r"`torch\.jit\."),
     (UserWarning, r"Support for mismatched key_padding_mask and attn_mask"),
     (UserWarning, r"hydra\.experimental\.\w+\(\) is no longer experimental"),
@@ -122,30 +124,6 @@ def _has_code(function: Callable[..., Any], *fragments: str) -> bool:
 def _loads_weights_only() -> bool:
     """Whether ``torch.load`` refuses unknown classes by default (torch 2.6 and later)."""
     return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 6)
-
-
-def _checkpoint_load_is_strict() -> bool:
-    from fairseq import checkpoint_utils
-
-    return _loads_weights_only() and not _has_code(checkpoint_utils.load_checkpoint_to_cpu, "weights_only")
-
-
-@_mend(
-    "torch.load refuses fairseq checkpoints: the model's options are an argparse.Namespace, meters hold numpy numbers",
-    _checkpoint_load_is_strict,
-)
-def _checkpoint_classes() -> None:
-    multiarray = (np._core if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else np.core).multiarray
-    torch.serialization.add_safe_globals(
-        [
-            argparse.Namespace,
-            np.ndarray,
-            np.dtype,
-            multiarray._reconstruct,
-            multiarray.scalar,
-            *(kind for name, kind in vars(np.dtypes).items() if name.endswith("DType")),
-        ]
-    )
 
 
 def _broadcast_load_is_strict() -> bool:

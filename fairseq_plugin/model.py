@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fairseq_plugin.decoder import LSTransformerDecoder
 from fairseq_plugin.encoder import LSTransformerEncoder
-from fairseq_plugin.model_options import decoder_reasons, encoder_reasons, is_reference
+from fairseq_plugin.model_options import decoder_reasons, encoder_reasons, is_reference, refuse
 from ls_train import rng
 from ls_train.packing import Packing
 
@@ -32,6 +32,16 @@ class LSTransformerModel(TransformerModel):
     def hub_models(cls) -> dict[str, Any]:
         """Return no models: those of fairseq's hub load as ``transformer``."""
         return {}
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> LSTransformerModel:
+        """Return a new model.
+
+        Raises:
+            UserError: an option cannot be served.
+        """
+        refuse(args)
+        return super().build_model(args, task)
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: nn.Embedding) -> nn.Module:

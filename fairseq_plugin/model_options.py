@@ -11,9 +11,45 @@ from typing import Any
 
 from fairseq.data import Dictionary
 
+from fairseq_plugin.errors import UserError
 from ls_train.layers.config import TransformerConfig
 
 logger = logging.getLogger(__name__)
+
+HONOURED = frozenset(
+    {
+        *("activation_dropout", "attention_dropout", "checkpoint_activations", "decoder_attention_heads"),
+        *("decoder_embed_dim", "decoder_embed_path", "decoder_ffn_embed_dim", "decoder_layerdrop", "decoder_layers"),
+        *("decoder_layers_to_keep", "decoder_learned_pos", "decoder_normalize_before", "dropout"),
+        *("encoder_attention_heads", "encoder_embed_dim", "encoder_embed_path", "encoder_ffn_embed_dim"),
+        *("encoder_layerdrop", "encoder_layers", "encoder_layers_to_keep", "encoder_learned_pos"),
+        *("encoder_normalize_before", "layernorm_embedding", "max_source_positions", "max_target_positions"),
+        *("merge_src_tgt_embed", "no_cross_attention", "no_decoder_final_norm", "no_scale_embedding"),
+        *("no_token_positional_embeddings", "relu_dropout", "share_all_embeddings"),
+        "share_decoder_input_output_embed",
+        # Without effect on fairseq's transformer, and here.
+        *("adaptive_input", "char_inputs", "export"),
+    }
+)
+"""Options of fairseq's transformer that the fused layers follow; ``activation_fn`` for the functions they compute."""
+
+REFERENCE = frozenset(
+    {
+        *("activation_fn", "cross_self_attention", "decoder_output_dim", "offload_activations"),
+        *("decoder_xformers_att_config", "encoder_xformers_att_config", "quant_noise_pq", "quant_noise_scalar"),
+        *("adaptive_softmax_cutoff", "base_layers"),
+        # They say more about one of the above.
+        *("adaptive_softmax_dropout", "adaptive_softmax_factor", "tie_adaptive_proj", "tie_adaptive_weights"),
+        *("base_shuffle", "base_sublayers", "min_params_to_wrap", "quant_noise_pq_block_size"),
+    }
+)
+"""Options for which the encoder, the decoder or both are built of fairseq's own layers."""
+
+REFUSED = {
+    "tpu": "the fused layers have no TPU implementation; use --arch transformer",
+    "pipeline_model_parallel": "use fairseq's pipeline_parallel_transformer, or several GPUs with data parallelism",
+}
+"""Options of the trainer that neither path can serve, with what to do instead."""
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """fairseq's activation functions that the layers compute, with the layers' names."""
@@ -24,6 +60,17 @@ def is_reference(model: str, side: str, reasons: list[str]) -> bool:
     if reasons:
         logger.info(f"{model}: the {side} runs on fairseq's own layers because of {', '.join(reasons)}")
     return bool(reasons)
+
+
+def refuse(args: Any) -> None:
+    """Raise an error for the first option in ``args`` that the architectures cannot serve.
+
+    Raises:
+        UserError: naming the option and what to do instead.
+    """
+    for name, advice in REFUSED.items():
+        if getattr(args, name, False):
+            raise UserError(f"--{name.replace('_', '-')}: {advice}")
 
 
 def encoder_reasons(cfg: Any) -> list[str]:

@@ -1,20 +1,13 @@
-"""The architectures against fairseq's own: initial weights, outputs, gradients, positions, options, checkpoints."""
+"""The architectures against fairseq's own: initial weights, outputs, gradients, positions, decoding, checkpoints."""
 
 import argparse
 import copy
-import logging
 
 import pytest
 import torch
 
-fairseq = pytest.importorskip("fairseq")
-
-from fairseq import models  # noqa: E402
-from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss  # noqa: E402
-from fairseq.data import Dictionary  # noqa: E402
-
-import fairseq_plugin  # noqa: E402, F401
-from ls_train.packing import Packing  # noqa: E402
+from ls_train.packing import Packing
+from tests.plugin.tiny_models import batch, build, loss_of, pair
 
 ARCHS = (
     "transformer",
@@ -26,15 +19,6 @@ ARCHS = (
     "transformer_wmt_en_de_big",
     "transformer_wmt_en_de_big_t2t",
 )
-TINY = {
-    "encoder_embed_dim": 32,
-    "encoder_ffn_embed_dim": 48,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_layers": 3,
-    "decoder_attention_heads": 4,
-    "dropout": 0.0,
-}
 VARIANTS = {
     "post-norm": {},
     "pre-norm": {"encoder_normalize_before": True, "decoder_normalize_before": True},
@@ -47,62 +31,12 @@ VARIANTS = {
     "tanh gelu": {"activation_fn": "gelu_accurate"},
     "narrow decoder": {"decoder_embed_dim": 16, "decoder_output_dim": 16, "decoder_input_dim": 16},
     "checkpointed": {"checkpoint_activations": True},
+    "merged tables": {"merge_src_tgt_embed": True},
+    "no final norm": {"decoder_normalize_before": True, "no_decoder_final_norm": True},
+    "relu dropout": {"relu_dropout": 0.0, "activation_fn": "gelu_fast"},
     "no cross attention": {"no_cross_attention": True},
     "long": {"max_source_positions": 5, "max_target_positions": 5},
 }
-
-
-class Task:
-    """As much of a translation task as building a model needs."""
-
-    def __init__(self, source: Dictionary, target: Dictionary):
-        self.source_dictionary, self.target_dictionary = source, target
-
-
-def dictionary(size: int) -> Dictionary:
-    words = Dictionary()
-    for number in range(size - len(words)):
-        words.add_symbol(f"w{number}")
-    return words
-
-
-def build(arch: str, seed: int = 5, words: int = 23, **options) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    source = dictionary(words)
-    target = source if options.get("share_all_embeddings") else dictionary(words + 6)
-    return models.build_model(argparse.Namespace(arch=arch, **{**TINY, **options}), Task(source, target))
-
-
-def pair(**options) -> tuple[torch.nn.Module, torch.nn.Module]:
-    return build("ls_transformer", **options), build("transformer", **options)
-
-
-def batch(left_pad_source: bool = True, sizes=((7, 5), (3, 6), (1, 1), (4, 2))) -> dict[str, torch.Tensor]:
-    """Sentence pairs of the given lengths; the target is right-padded, prev_output_tokens starts with eos."""
-    generator = torch.Generator().manual_seed(1)
-    longest = [max(column) for column in zip(*sizes)]
-    source = torch.ones(len(sizes), longest[0], dtype=torch.int64)
-    previous, target = (torch.ones(len(sizes), longest[1], dtype=torch.int64) for _ in range(2))
-    for row, (s, t) in enumerate(sizes):
-        words = torch.randint(4, 23, (s + t,), generator=generator)
-        source[row, longest[0] - s :] if left_pad_source else source[row, :s]
-        start = longest[0] - s if left_pad_source else 0
-        source[row, start : start + s] = words[:s]
-        target[row, :t] = words[s:]
-        previous[row, 0] = 2
-        previous[row, 1:t] = words[s:-1]
-    lengths = torch.tensor([s for s, _ in sizes])
-    net_input = {"src_tokens": source, "src_lengths": lengths, "prev_output_tokens": previous}
-    return {"net_input": net_input, "target": target}
-
-
-def loss_of(model: torch.nn.Module, sample: dict) -> torch.Tensor:
-    lprobs = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True)
-    return label_smoothed_nll_loss(lprobs, sample["target"].unsqueeze(-1), 0.1, ignore_index=1)[0]
-
-
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -306,53 +240,6 @@ class TestShapes:
         model = build("ls_transformer", encoder_learned_pos=True, max_source_positions=4)
         with pytest.raises(ValueError, match="7 tokens.* 4 learned positions"):
             model(**batch()["net_input"])
-
-
-class TestReferencePath:
-    """Options the fused layers do not cover: fairseq's modules, one line in the log."""
-
-    @pytest.mark.parametrize(
-        "options, sides",
-        [
-            ({"activation_fn": "tanh"}, "encoder decoder"),
-            ({"quant_noise_pq": 0.1}, "encoder decoder"),
-            ({"offload_activations": True}, "encoder decoder"),
-            ({"cross_self_attention": True}, "decoder"),
-            ({"decoder_input_dim": 16}, "decoder"),
-            ({"adaptive_softmax_cutoff": "10,20"}, "decoder"),
-        ],
-    )
-    def test_is_fairseqs_and_logged(self, options, sides, caplog):
-        with caplog.at_level(logging.INFO):
-            ours, theirs = pair(**options)
-        lines = [line for line in caplog.messages if line.startswith("ls_transformer:")]
-        option = "--" + next(iter(options)).replace("_", "-")
-        assert [line.split()[2] for line in lines] == sides.split()
-        assert all(option in line for line in lines)
-        assert ours.supports_packed_features == ("decoder" not in sides)
-        if not {"quant_noise_pq", "adaptive_softmax_cutoff"} & options.keys():
-            sample = batch()
-            torch.testing.assert_close(loss_of(ours, sample), loss_of(theirs, sample), rtol=1e-5, atol=1e-5)
-
-    def test_packed_features_with_fairseqs_encoder(self):
-        mixed, whole = build("ls_transformer"), build("ls_transformer")
-        mixed.encoder = build("transformer").encoder
-        sample = batch()["net_input"]
-        expected, _, _ = whole(**sample, packed_features=True)
-        torch.testing.assert_close(mixed(**sample, packed_features=True)[0], expected, rtol=1e-5, atol=1e-5)
-
-    def test_refuses_packed_features_it_does_not_have(self):
-        model = build("ls_transformer", cross_self_attention=True)
-        with pytest.raises(ValueError, match="supports_packed_features"):
-            model(**batch()["net_input"], packed_features=True)
-
-    def test_defaults_log_nothing(self, caplog):
-        with caplog.at_level(logging.INFO):
-            for arch in ("ls_transformer_tiny", "ls_transformer_iwslt_de_en"):
-                torch.manual_seed(1)
-                words = dictionary(20)
-                models.build_model(argparse.Namespace(arch=arch), Task(words, words))
-        assert "ls_transformer:" not in caplog.text
 
 
 class TestCheckpoints:

@@ -1,0 +1,108 @@
+"""Each option of the transformer: honoured by the fused layers, through fairseq's own layers, or refused."""
+
+import argparse
+import logging
+
+import pytest
+import torch
+from fairseq import models
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.models.transformer import TransformerConfig
+from omegaconf import OmegaConf
+
+from fairseq_plugin import model_options
+from fairseq_plugin.errors import UserError
+from tests.plugin.tiny_models import TINY, Task, batch, build, dictionary, loss_of, pair
+
+
+class TestReferencePath:
+    """Options the fused layers do not cover: fairseq's modules, one line in the log."""
+
+    @pytest.mark.parametrize(
+        "options, sides",
+        [
+            ({"activation_fn": "tanh"}, "encoder decoder"),
+            ({"quant_noise_pq": 0.1}, "encoder decoder"),
+            ({"offload_activations": True}, "encoder decoder"),
+            ({"cross_self_attention": True}, "decoder"),
+            ({"decoder_input_dim": 16}, "decoder"),
+            ({"adaptive_softmax_cutoff": "10,20"}, "decoder"),
+        ],
+    )
+    def test_is_fairseqs_and_logged(self, options, sides, caplog):
+        with caplog.at_level(logging.INFO):
+            ours, theirs = pair(**options)
+        lines = [line for line in caplog.messages if line.startswith("ls_transformer:")]
+        option = "--" + next(iter(options)).replace("_", "-")
+        assert [line.split()[2] for line in lines] == sides.split()
+        assert all(option in line for line in lines)
+        assert ours.supports_packed_features == ("decoder" not in sides)
+        if not {"quant_noise_pq", "adaptive_softmax_cutoff"} & options.keys():
+            sample = batch()
+            torch.testing.assert_close(loss_of(ours, sample), loss_of(theirs, sample), rtol=1e-5, atol=1e-5)
+
+    def test_packed_features_with_fairseqs_encoder(self):
+        mixed, whole = build("ls_transformer"), build("ls_transformer")
+        mixed.encoder = build("transformer").encoder
+        sample = batch()["net_input"]
+        expected, _, _ = whole(**sample, packed_features=True)
+        torch.testing.assert_close(mixed(**sample, packed_features=True)[0], expected, rtol=1e-5, atol=1e-5)
+
+    def test_refuses_packed_features_it_does_not_have(self):
+        model = build("ls_transformer", cross_self_attention=True)
+        with pytest.raises(ValueError, match="supports_packed_features"):
+            model(**batch()["net_input"], packed_features=True)
+
+    def test_defaults_log_nothing(self, caplog):
+        with caplog.at_level(logging.INFO):
+            for arch in ("ls_transformer_tiny", "ls_transformer_iwslt_de_en"):
+                torch.manual_seed(1)
+                words = dictionary(20)
+                models.build_model(argparse.Namespace(arch=arch), Task(words, words))
+        assert "ls_transformer:" not in caplog.text
+
+
+class TestOptions:
+    """Every option of the transformer's parser is in exactly one list, and the lists say what happens."""
+
+    @staticmethod
+    def parsed() -> dict[str, argparse.Action]:
+        parser = argparse.ArgumentParser(add_help=False)
+        models.ARCH_MODEL_REGISTRY["ls_transformer"].add_args(parser)
+        return {action.dest: action for action in parser._actions}
+
+    def test_each_is_in_one_list(self):
+        options = self.parsed().keys()
+        assert not model_options.HONOURED & model_options.REFERENCE
+        assert options == model_options.HONOURED | model_options.REFERENCE
+
+    @pytest.mark.parametrize("name", sorted(model_options.HONOURED - {"activation_fn"}))
+    def test_honoured_ones_keep_the_fused_layers(self, name):
+        action = self.parsed()[name]
+        kind = int if action.type is int else float if action.type is float else str
+        value = True if action.nargs == 0 else kind(1)
+        args = argparse.Namespace(**{**TINY, name: value})
+        ARCH_CONFIG_REGISTRY["ls_transformer"](args)
+        cfg = TransformerConfig.from_namespace(args)
+        assert model_options.encoder_reasons(cfg) == model_options.decoder_reasons(cfg) == []
+
+    @pytest.mark.parametrize(
+        "name, advice", [("tpu", "--arch transformer"), ("pipeline_model_parallel", "pipeline_parallel_transformer")]
+    )
+    def test_refused_ones_are_named(self, name, advice):
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')}: .*{advice}"):
+            build("ls_transformer", **{name: True})
+
+    def test_layers_to_keep(self):
+        """A checkpoint is pruned while it loads, as fairseq does it."""
+        whole = build("ls_transformer", seed=1)
+        args = argparse.Namespace(
+            arch="ls_transformer", **TINY, encoder_layers_to_keep="1", decoder_layers_to_keep="0,2"
+        )
+        pruned = models.build_model(args, Task(dictionary(23), dictionary(29)))
+        pruned.load_state_dict(
+            whole.state_dict(), model_cfg=OmegaConf.create({**vars(args), "_name": "ls_transformer"})
+        )
+        assert (len(pruned.encoder.layers), len(pruned.decoder.layers)) == (1, 2)
+        assert torch.equal(pruned.encoder.layers[0].fc1.weight, whole.encoder.layers[1].fc1.weight)
+        assert torch.equal(pruned.decoder.layers[1].fc1.weight, whole.decoder.layers[2].fc1.weight)
