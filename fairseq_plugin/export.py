@@ -76,7 +76,7 @@ def to_fairseq(state: State, path: str = "the checkpoint") -> State:
     saved = state.get("last_optimizer_state")
     if saved and all("exp_avg" in entry for entry in saved["state"].values()):
         names = optimizer_state.parameters(model)
-        flat = len(saved["param_groups"][0]["params"]) == 1
+        flat = _has_flat_masters(result)
         counts = [torch.Size(shape).numel() for _, _, shape in names]
         result["last_optimizer_state"] = optimizer_state.convert(
             saved, order, names, [[sum(counts)] if flat else counts]
@@ -116,9 +116,17 @@ def _keep_fairseq_fields(group: str, options: Any) -> None:
 
 def _plain_classes(entry: Mapping[str, Any]) -> dict[str, Any]:
     names = {key: optimizer_state.fairseq_name(entry[key]) for key in ("criterion_name",) if key in entry}
-    if entry.get("optimizer_name") == "LSAdam":
-        names["optimizer_name"] = "FairseqAdam"
+    twins = {"LSAdam": "FairseqAdam", "LSFP16Optimizer": "FP16Optimizer"}
+    if entry.get("optimizer_name") in twins:
+        names["optimizer_name"] = twins[entry["optimizer_name"]]
     return {**entry, **names}
+
+
+def _has_flat_masters(state: Mapping[str, Any]) -> bool:
+    """Return whether fairseq keeps one flat float32 copy of all weights in a run with the options of ``state``."""
+    common = (state.get("cfg") or {}).get("common", {})
+    flat = common.get("fp16") and not common.get("fp16_no_flatten_grads") and not common.get("bf16")
+    return bool(flat) and state["optimizer_history"][-1].get("optimizer_name") == "FP16Optimizer"
 
 
 class _Dictionaries:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fairseq_plugin import checkpoint_io, cli, resume
+from fairseq_plugin import checkpoint_io, cli, export, resume
 from tests.plugin.checkpoint_bits import assert_same_bits
 
 UPDATES = 9
@@ -32,11 +32,12 @@ def arguments(train_arguments, *extra):
 
 # The scale starts so high that updates are skipped before and after the stop, and grows every 2 updates.
 OVERFLOWING = ["--fp16-init-scale", 2**18, "--fp16-scale-window", 2, "--fp16-scale-tolerance", 0.25]
+# EMA and fairseq's own Adam run under fairseq's training step, the others under the plugin's.
 FORMS = {
-    "fp32": ["--update-freq", 2, "--clip-norm", 0.5, "--store-ema", "--ema-decay", 0.9, "--ema-update-freq", 4],
+    "fp32-ema": ["--update-freq", 2, "--clip-norm", 0.5, "--store-ema", "--ema-decay", 0.9, "--ema-update-freq", 4],
     "bf16": ["--bf16"],
-    "fp16-flat": ["--fp16", *OVERFLOWING],
-    "memory-efficient-fp16": ["--memory-efficient-fp16", *OVERFLOWING],
+    "fp16": ["--fp16", *OVERFLOWING],
+    "fp16-flat": ["--fp16", "--optimizer", "adam", *OVERFLOWING],
 }
 
 
@@ -64,15 +65,34 @@ def test_continued_equals_uninterrupted(form, run_cli, train_arguments, tmp_path
     shutil.copy(whole / f"checkpoint_1_{STOP}.pt", part / "checkpoint_last.pt")
     again = run_cli(on_cpu(cli.train), *command, "--save-dir", part).check().out
     assert f"@ {STOP} updates)" in again
+    assert_same_bits(whole / "checkpoint_last.pt", part / "checkpoint_last.pt")
+    state = checkpoint_io.read(str(part / "checkpoint_last.pt"))["last_optimizer_state"]
     if "fp16" in form:
         assert log.count("gradient overflow detected") > again.count("gradient overflow detected") > 0
-        state = checkpoint_io.read(str(whole / "checkpoint_last.pt"))["last_optimizer_state"]
         assert set(state[resume.KEY]["scaler"]) == set(resume.SCALER_COUNTERS)
-    assert_same_bits(whole / "checkpoint_last.pt", part / "checkpoint_last.pt")
-    if form in ("bf16", "fp16-flat"):
-        state = checkpoint_io.read(str(part / "checkpoint_last.pt"))["last_optimizer_state"]
+    if form != "fp32-ema":
         kind = torch.bfloat16 if form == "bf16" else torch.float16
-        assert any(not torch.equal(master, master.to(kind).float()) for master in state[resume.KEY][resume.MASTERS])
+        assert any(not torch.equal(master, master.to(kind).float()) for master in masters(state))
+    if form == "fp16":
+        check_export(whole / "checkpoint_last.pt", tmp_path / "exported.pt")
+
+
+def masters(state):
+    """Return the float32 masters in an optimizer's state, which fairseq's wrapper and the plugin's Adam place each."""
+    return state[resume.KEY].get(resume.MASTERS) or [entry["master"] for entry in state["state"].values()]
+
+
+def check_export(path, out):
+    """Exported, the state of a run with ``--fp16`` is that of fairseq's FP16Optimizer: one flat entry."""
+    assert export.main(["--to", "fairseq", str(path), str(out)]) == 0
+    state = checkpoint_io.read(str(out))
+    assert state["optimizer_history"][-1]["optimizer_name"] == "FP16Optimizer"
+    (entry,) = state["last_optimizer_state"]["state"].values()
+    saved = checkpoint_io.read(str(path))["last_optimizer_state"]
+    assert entry["exp_avg"].dim() == 1
+    assert entry["exp_avg"].numel() == sum(e["exp_avg"].numel() for e in saved["state"].values())
+    assert set(entry) == {"step", "exp_avg", "exp_avg_sq"}
+    assert state["last_optimizer_state"]["loss_scale"] == saved["loss_scale"]
 
 
 def test_run_counters(monkeypatch):
