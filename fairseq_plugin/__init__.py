@@ -11,10 +11,11 @@ from fairseq_plugin import compat as _compat
 _compat.import_fairseq()
 _compat.apply()
 
-from fairseq_plugin import checkpoint, criterion, guards, language_model, model, optimizer, user_dir  # noqa: E402
+from fairseq_plugin import checkpoint, criterion, guards, language_model, model, optimizer, trainer, user_dir  # noqa: E402
 
 checkpoint.install()
 guards.install()
+trainer.install()
 user_dir.import_carried()
 
 __all__ = ["criterion", "language_model", "model", "optimizer"]

@@ -43,8 +43,46 @@ class _Losses(NamedTuple):
     total: Tensor | None
 
 
-class _FusedLoss(FairseqCriterion):
+class LossOptions(NamedTuple):
+    """What a criterion's options mean for the loss."""
+
+    label_smoothing: float = 0.0
+    prefix: int = 0
+    count_correct: bool = False
+
+
+class FusedLoss(FairseqCriterion):
     """What the two criteria share."""
+
+    loss_options = LossOptions()
+    logs_nll_loss = False
+
+    def packed_sums(self, features: Tensor, weight: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Return the sums that :meth:`forward` logs, under its names, of a batch without padding; ``loss`` first.
+
+        Args:
+            features: (N, C), of the decoder.
+            weight: (V, C), of the output projection.
+            target: int64 (N,).
+        """
+        label_smoothing, _, count_correct = self.loss_options
+        outputs = linear_cross_entropy(
+            features, weight, target, label_smoothing, self.padding_idx, count_correct=count_correct
+        )
+        sums = {"loss": outputs.loss}
+        if self.logs_nll_loss:
+            sums["nll_loss"] = outputs.nll
+        if count_correct:
+            sums["n_correct"] = outputs.correct
+        return sums
+
+    def host_counts(self, sample: dict[str, Any], counted: int) -> dict[str, int]:
+        """Return the rest of what :meth:`forward` logs, which the host knows. counted: number of targets that count."""
+        counts = {"ntokens": sample["ntokens"], "nsentences": sample["target"].size(0)}
+        counts["sample_size"] = counts["nsentences" if self.sentence_avg else "ntokens"]
+        if self.loss_options.count_correct:
+            counts["total"] = counted
+        return counts
 
     def fused_losses(
         self,
@@ -126,14 +164,21 @@ class _FusedLoss(FairseqCriterion):
 
 
 @register_criterion("ls_label_smoothed_cross_entropy", dataclass=LabelSmoothedCrossEntropyCriterionConfig)
-class LSLabelSmoothedCrossEntropyCriterion(_FusedLoss, LabelSmoothedCrossEntropyCriterion):
+class LSLabelSmoothedCrossEntropyCriterion(FusedLoss, LabelSmoothedCrossEntropyCriterion):
     """fairseq's ``label_smoothed_cross_entropy`` with the same options, sums and metrics."""
+
+    logs_nll_loss = True
+
+    @property
+    def loss_options(self) -> LossOptions:
+        """Smoothing, ignored prefix and accuracy."""
+        return LossOptions(self.eps, self.ignore_prefix_size, self.report_accuracy)
 
     def forward(
         self, model: torch.nn.Module, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, Any, dict[str, Any]]:
         """Return (loss, sample size, logging output); the loss is a sum, or one value a token if not ``reduce``."""
-        losses = self.fused_losses(model, sample, reduce, self.eps, self.ignore_prefix_size, self.report_accuracy)
+        losses = self.fused_losses(model, sample, reduce, *self.loss_options)
         if losses is None:
             return super().forward(model, sample, reduce=reduce)
         loss, nll = (x if reduce else x.reshape(-1, 1) for x in (losses.loss, losses.nll))
@@ -145,7 +190,7 @@ class LSLabelSmoothedCrossEntropyCriterion(_FusedLoss, LabelSmoothedCrossEntropy
 
 
 @register_criterion("ls_cross_entropy", dataclass=CrossEntropyCriterionConfig)
-class LSCrossEntropyCriterion(_FusedLoss, CrossEntropyCriterion):
+class LSCrossEntropyCriterion(FusedLoss, CrossEntropyCriterion):
     """fairseq's ``cross_entropy`` with the same options, sums and metrics."""
 
     def forward(

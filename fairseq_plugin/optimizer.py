@@ -2,7 +2,8 @@
 
 fairseq asks the optimiser inside for its abilities. ``--memory-efficient-fp16`` and ``--memory-efficient-bf16`` give it
 the 16-bit parameters themselves: it keeps float32 masters and divides by the loss scale in the same launch.
-``--fp16`` and ``--bf16`` give it float32 copies that fairseq keeps in step.
+``--fp16`` and ``--bf16`` give it float32 copies that fairseq keeps in step; the plugin's trainer builds
+:class:`LSFP16Optimizer` instead wherever its own training step runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from fairseq.optim import FairseqOptimizer, register_optimizer
 from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
+from fairseq.optim.fp16_optimizer import MemoryEfficientFP16Optimizer
 from torch import Tensor
 
 from fairseq_plugin.errors import UserError
@@ -75,3 +77,10 @@ class LSAdam(FairseqAdam):
         if max_norm > 0:
             self.optimizer.clip_grads(max_norm, norm)
         return norm
+
+
+class LSFP16Optimizer(MemoryEfficientFP16Optimizer):
+    """``--fp16`` and ``--bf16`` without copies: ``ls_adam`` has the 16-bit parameters and keeps float32 masters.
+
+    Its state is converted to and from that of fairseq's FP16Optimizer (:mod:`fairseq_plugin.optimizer_state`).
+    """

@@ -26,7 +26,14 @@ ORDER = "parameter_order"
 MASTER = "master"
 ADAM_NAMES = ("adam", "ls_adam")
 # Wrappers of mixed precision and the optimizers themselves; what is inside decides whether the state can be used.
-ADAM_CLASSES = ("FairseqAdam", "LSAdam", "FP16Optimizer", "MemoryEfficientFP16Optimizer", "AMPOptimizer")
+ADAM_CLASSES = (
+    "FairseqAdam",
+    "LSAdam",
+    "FP16Optimizer",
+    "LSFP16Optimizer",
+    "MemoryEfficientFP16Optimizer",
+    "AMPOptimizer",
+)
 
 Order = Sequence[tuple[str, tuple[int, ...]]]
 Entry = dict[str, Any]

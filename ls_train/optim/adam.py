@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ls_train.optim.moments import AdamForm, Moments, to_device
+from ls_train.optim.moments import AdamForm, Moments, check_state
+from ls_train.optim.options import NOT_SUPPORTED, DeviceOptions, check_group, inverse, on_device
 from ls_train.params import FlatBuffer, FlatParameters
 
 logger = logging.getLogger(__name__)
-
-_NOT_SUPPORTED = ("amsgrad", "maximize", "differentiable")
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -75,7 +74,7 @@ class FusedAdam(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; after construction its parameters get flat buffers of their own."""
         super().add_param_group(param_group)
-        _check_group(self.param_groups[-1])
+        check_group(self.param_groups[-1])
         if self._built:
             self._build(self.param_groups[-1:])
 
@@ -115,19 +114,27 @@ class FusedAdam(torch.optim.Optimizer):
             found_inf = amp_found_inf
         if max_norm > 0 and norm is None:
             norm, _ = self.grad_norm()
-        live = self._collect()
-        self.upload_hyper()
-        for moments in live:
-            device = moments.steps.device
-            moments.update(
-                self._hyper[device],
-                self.form,
-                _inverse(scale, device),
-                max_norm,
-                _on_device(norm, device),
-                _on_device(found_inf, device),
-            )
+        self._earlier_lr = self._done = None
+        self._update(self._collect(), scale, None, max_norm, norm, found_inf)
         return loss
+
+    @torch.no_grad()
+    def measured_step(self, multiplier: Tensor | None = None, max_norm: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Measure the gradients and update all parameters that have one, unless an element is not finite.
+
+        Args:
+            multiplier: float32 (1,) on the device, gradients are multiplied by it; None for 1.
+            max_norm: clip the multiplied gradients to this L2 norm, 0 for no clipping.
+
+        Returns:
+            Norm of the gradients before the multiplication and the overflow flag, see :meth:`grad_norm`.
+        """
+        live = self._collect()
+        norm, found_inf = self._measure(live)
+        self._update(live, 1.0, multiplier, max_norm, norm, found_inf)
+        if self._done is not None:
+            self._done += 1
+        return norm, found_inf
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's layout, step counts as numbers; one device read."""
@@ -148,11 +155,12 @@ class FusedAdam(torch.optim.Optimizer):
         """
         saved_groups = state_dict["param_groups"]
         for group in saved_groups:
-            for option in _NOT_SUPPORTED:
+            for option in NOT_SUPPORTED:
                 if group.get(option):
                     raise ValueError(f"the state was saved with {option}=True, which FusedAdam does not offer")
         super().load_state_dict({**state_dict, "state": {}})
         self._moments.clear()
+        self._done = None
         group_steps: dict[int, Any] = {}
         for group in self.param_groups:
             step = group.pop("step", None)  # Apex counts steps per group
@@ -170,7 +178,7 @@ class FusedAdam(torch.optim.Optimizer):
         for key, state in state_dict["state"].items():
             param = targets.get(key)
             if param is not None:
-                restored[param] = _check_state(key, state, param, group_steps[id(param)])
+                restored[param] = check_state(key, state, param, group_steps[id(param)])
         self._restore(restored)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,19 +214,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def grad_norm(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients' L2 norm and whether one is not finite (1 or 0), each float32 (1,) on the device."""
-        live = self._collect()
-        for moments in live:
-            moments.measure_grads()
-        if len(live) == 1:
-            return live[0].norm, live[0].found_inf
-        if not live:
-            device = self._buffers[0].data.device
-            return torch.zeros(1, device=device), torch.zeros(1, device=device)
-        device = live[0].norm.device
-        norms = torch.cat([moments.norm.to(device) for moments in live])
-        flags = torch.cat([moments.found_inf.to(device) for moments in live])
-        return torch.linalg.vector_norm(norms).view(1), flags.amax().view(1)
+        """Return the gradients' L2 norm and whether one is not finite (1 or 0), float32 (1,) on the device."""
+        return self._measure(self._collect())
 
     @torch.no_grad()
     def multiply_grads(self, factor: float | Tensor) -> None:
@@ -231,23 +228,32 @@ class FusedAdam(torch.optim.Optimizer):
         """Scale all gradients, whose L2 norm is ``norm``, in place so that it is at most ``max_norm``."""
         self.multiply_grads((float(max_norm) / (norm + 1e-6)).clamp_(max=1))
 
+    def expect(self, done: int, earlier_lr: Sequence[float] | None = None) -> None:
+        """Say how many updates are done, before an update by :meth:`measured_step`.
+
+        The device counts updates itself, without those that overflowed, so that the host need not wait for the flag of
+        the latest one. It then gives the learning rates for both cases, and the kernels choose.
+
+        Args:
+            done: number of updates done.
+            earlier_lr: None where that number is certain. Otherwise the latest update may have been skipped, which
+                makes ``done`` the number of the coming one, with these rates for the groups instead of their ``lr``.
+        """
+        self._earlier_lr = earlier_lr
+        if earlier_lr is not None or done != self._done:
+            for buffer in self._buffers:
+                self._moments_of(buffer).expect(done, certain=earlier_lr is None)
+        self._done = done
+
+    @property
+    def updates(self) -> Tensor:
+        """Number of updates done, int64 (1,) on the device, counted from :meth:`expect` on."""
+        return self._moments_of(self._buffers[0]).updates
+
     def upload_hyper(self) -> None:
         """Bring the groups' options to the device where they changed; call it between replays of a captured step."""
-        rows, tensors = [], []
-        for index, group in enumerate(self.param_groups):
-            lr = group["lr"]
-            if isinstance(lr, Tensor):
-                tensors.append((index, lr))
-                lr = -1.0  # no number that a group can have, so that a later change to a number is noticed
-            rows.append([*group["betas"], group["eps"], group["weight_decay"], lr, lr])
-        if rows != self._hyper_rows:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("options of a parameter group changed; call upload_hyper() before capturing a step")
-            self._hyper_rows = rows
-            self._hyper = {b.data.device: self._hyper_on(b.data.device, rows) for b in self._buffers}
-        for index, lr in tensors:
-            for hyper in self._hyper.values():
-                hyper[index, 4:].copy_(lr.reshape(1), non_blocking=True)
+        devices = dict.fromkeys(buffer.data.device for buffer in self._buffers)
+        self._options.upload(self.param_groups, devices, self._earlier_lr)
 
     # Inside
 
@@ -255,8 +261,9 @@ class FusedAdam(torch.optim.Optimizer):
         self._buffers: list[FlatBuffer] = []
         self._moments: dict[int, Moments] = {}  # by id of the buffer, made when its first gradient comes
         self._group_of: dict[int, int] = {}
-        self._hyper: dict[torch.device, Tensor] = {}
-        self._hyper_rows: list[list[float]] = []
+        self._options = DeviceOptions()
+        self._earlier_lr: Sequence[float] | None = None
+        self._done: int | None = None  # number of updates, as far as the host knows, once expect() was called
         self._direct_grads = False
         self._split_logged = False
 
@@ -275,12 +282,8 @@ class FusedAdam(torch.optim.Optimizer):
         for buffer in buffers:
             buffer.direct_grads = self._direct_grads
         self._buffers += buffers
-        self._hyper_rows = []
-
-    def _hyper_on(self, device: torch.device, rows: list[list[float]]) -> Tensor:
-        """Return the options on ``device``, in the same memory as before where it fits (a captured step reads it)."""
-        fresh, old = to_device(rows, torch.float64, device), self._hyper.get(device)
-        return old.copy_(fresh) if old is not None and old.shape == fresh.shape else fresh
+        self._options.forget()
+        self._done = None
 
     def _collect(self) -> list[Moments]:
         """Bring this step's gradients into the flat buffers and return the state of the buffers that have any."""
@@ -298,6 +301,40 @@ class FusedAdam(torch.optim.Optimizer):
                     self.state[buffer.params[slot]] = moments.start(slot)
             live.append(moments)
         return live
+
+    def _measure(self, live: list[Moments]) -> tuple[Tensor, Tensor]:
+        for moments in live:
+            moments.measure_grads()
+        if len(live) == 1:
+            return live[0].norm, live[0].found_inf
+        if not live:
+            device = self._buffers[0].data.device
+            return torch.zeros(1, device=device), torch.zeros(1, device=device)
+        device = live[0].norm.device
+        norms = torch.cat([moments.norm.to(device) for moments in live])
+        flags = torch.cat([moments.found_inf.to(device) for moments in live])
+        return torch.linalg.vector_norm(norms).view(1), flags.amax().view(1)
+
+    def _update(
+        self,
+        live: list[Moments],
+        scale: float | Tensor,
+        multiplier: Tensor | None,
+        max_norm: float,
+        norm: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        self.upload_hyper()
+        for moments in live:
+            device = moments.steps.device
+            moments.update(
+                self._options[device],
+                self.form,
+                inverse(scale, device) if multiplier is None else on_device(multiplier, device),
+                max_norm,
+                on_device(norm, device),
+                on_device(found_inf, device),
+            )
 
     def _moments_of(self, buffer: FlatBuffer) -> Moments:
         if id(buffer) not in self._moments:
@@ -351,41 +388,3 @@ class FusedAdam(torch.optim.Optimizer):
                 if started:
                     steps[id(param)] = step
         return steps
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    for option in _NOT_SUPPORTED:
-        if group.get(option):
-            raise ValueError(f"{option}=True is not supported by FusedAdam; leave it out")
-    for name in ("lr", "eps", "weight_decay"):
-        if not isinstance(group[name], Tensor) and not group[name] >= 0.0:
-            raise ValueError(f"{name} = {group[name]} must not be negative")
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(group['lr'].shape)}")
-    if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-        raise ValueError(f"betas = {group['betas']} must be two numbers in [0, 1)")
-
-
-def _check_state(key: Any, state: dict[str, Any], param: Tensor, group_step: Any) -> dict[str, Any]:
-    state = {"step": group_step, **state}
-    for name in ("step", "exp_avg", "exp_avg_sq"):
-        if state.get(name) is None:
-            raise ValueError(f"the state of parameter {key} has no {name}; it is not the state of an Adam optimiser")
-    for name in ("exp_avg", "exp_avg_sq"):
-        if state[name].shape != param.shape:
-            raise ValueError(
-                f"{name} of parameter {key} has shape {tuple(state[name].shape)} but the parameter has shape "
-                f"{tuple(param.shape)}; load a state saved for the same parameters, flat or not flat"
-            )
-    return state
-
-
-def _inverse(scale: float | Tensor, device: torch.device) -> Tensor | None:
-    """Return float32 (1,) 1 / scale, or None for scale 1."""
-    if isinstance(scale, Tensor):
-        return scale.to(device, torch.float32).reshape(1).reciprocal()
-    return None if scale == 1.0 else torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
-
-
-def _on_device(value: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if value is None else value.to(device, torch.float32).reshape(1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ls_train.ops.grad_norm import grad_norm_workspace
+from ls_train.optim.options import upload
 from ls_train.params import FlatBuffer
 
 
@@ -27,13 +28,6 @@ class AdamForm:
     decoupled_weight_decay: bool = True
     bias_correction: bool = True
     eps_after_correction: bool = True
-
-
-def to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return host ``values`` as a tensor on ``device`` without waiting for the device."""
-    if device.type == "cuda":
-        return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-    return torch.tensor(values, dtype=dtype, device=device)
 
 
 class Moments:
@@ -63,7 +57,7 @@ class Moments:
         self.steps = torch.zeros(slots, dtype=torch.int64, device=device)
         self.norm = torch.zeros(1, dtype=torch.float32, device=device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
-        self._segment_group = to_device(groups, torch.int32, device)
+        self._segment_group = upload(torch.empty(slots, dtype=torch.int32, device=device), groups)
         self._update = torch.zeros(2, dtype=torch.int64, device=device)
         self._grad_scale = torch.ones(1, dtype=torch.float32, device=device)
         self._workspace = torch.empty(grad_norm_workspace(), dtype=torch.float32, device=device)
@@ -76,7 +70,28 @@ class Moments:
         if active != self._active:
             self._active = active
             everything = all(active)
-            self._active_tensor = None if everything else to_device(active, torch.uint8, self.steps.device)
+            self._active_tensor = (
+                None
+                if everything
+                else upload(torch.empty(len(active), dtype=torch.uint8, device=self.steps.device), active)
+            )
+
+    @property
+    def updates(self) -> Tensor:
+        """Number of updates done, int64 (1,) on the device; an update that overflowed does not count."""
+        return self._update[:1]
+
+    def expect(self, done: int, certain: bool) -> None:
+        """Say which update column ``lr`` of the options is for: number ``done``, later ones take ``next_lr``.
+
+        Args:
+            done: number of updates done.
+            certain: False where the latest one may have been skipped, which only the device knows.
+        """
+        if certain:
+            upload(self._update, [done, done])
+        else:
+            upload(self._update[1:], [done])
 
     def measure_grads(self) -> None:
         """Write ``norm`` and ``found_inf`` of the active slots' gradients."""
@@ -157,3 +172,22 @@ class Moments:
         window = self.buffer.window(self.master, slot)
         master = master.to(window)
         window.copy_(torch.where(master.to(param.dtype) == param, master, param.to(window.dtype)))
+
+
+def check_state(key: Any, state: dict[str, Any], param: Tensor, group_step: Any) -> dict[str, Any]:
+    """Return the loaded ``state`` of ``param`` with its step; ``group_step`` stands in where only the group counts.
+
+    Raises:
+        ValueError: a part is missing or has another shape than the parameter.
+    """
+    state = {"step": group_step, **state}
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        if state.get(name) is None:
+            raise ValueError(f"the state of parameter {key} has no {name}; it is not the state of an Adam optimiser")
+    for name in ("exp_avg", "exp_avg_sq"):
+        if state[name].shape != param.shape:
+            raise ValueError(
+                f"{name} of parameter {key} has shape {tuple(state[name].shape)} but the parameter has shape "
+                f"{tuple(param.shape)}; load a state saved for the same parameters, flat or not flat"
+            )
+    return state

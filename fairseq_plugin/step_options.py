@@ -1,0 +1,108 @@
+"""For which runs the plugin's own training step takes over, see :mod:`fairseq_plugin.trainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fairseq.tasks import FairseqTask
+
+from fairseq_plugin.criterion import LSCrossEntropyCriterion, LSLabelSmoothedCrossEntropyCriterion
+from fairseq_plugin.decoder import LSTransformerDecoder
+from fairseq_plugin.encoder import LSTransformerEncoder
+from fairseq_plugin.language_model import LSTransformerLanguageModel
+from fairseq_plugin.model import LSTransformerModel
+
+_MODELS = (LSTransformerModel, LSTransformerLanguageModel)
+_CRITERIA = (LSCrossEntropyCriterion, LSLabelSmoothedCrossEntropyCriterion)
+_BACKENDS = ("c10d", "pytorch_ddp", "legacy_ddp", "no_c10d")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def obstacles(
+    cfg: Any, task: FairseqTask, model: torch.nn.Module, criterion: torch.nn.Module, quantizer: Any = None
+) -> list[str]:
+    """Return why fairseq's own training step has to run, as options and short phrases; empty where ours can.
+
+    Args:
+        cfg: fairseq's configuration.
+        task: of the run.
+        model: not wrapped.
+        criterion: not wrapped.
+        quantizer: of the run, or None.
+    """
+    return [
+        *_options(cfg),
+        *_task(task),
+        *_model(model),
+        *_criterion(criterion),
+        *(["quantization"] if quantizer else []),
+    ]
+
+
+def _options(cfg: Any) -> list[str]:
+    common, parallel, optimization = cfg.common, cfg.distributed_training, cfg.optimization
+    found = {
+        f"--optimizer {_name(cfg.optimizer)}": _name(cfg.optimizer) != "ls_adam",
+        "several ranks": parallel.distributed_world_size > 1,
+        "--tpu": common.tpu,
+        "--amp": common.amp,
+        "--model-parallel-size": common.model_parallel_size > 1,
+        "--pipeline-model-parallel": parallel.pipeline_model_parallel,
+        f"--ddp-backend {parallel.ddp_backend}": parallel.ddp_backend not in _BACKENDS,
+        f"--ddp-comm-hook {parallel.ddp_comm_hook}": parallel.ddp_comm_hook != "none",
+        f"--zero-sharding {parallel.zero_sharding}": parallel.zero_sharding != "none",
+        "--use-bmuf": optimization.use_bmuf,
+        "--debug-param-names": optimization.debug_param_names,
+        "--store-ema": cfg.ema.store_ema,
+    }
+    return [option for option, given in found.items() if given]
+
+
+def _name(options: Any) -> str | None:
+    return getattr(options, "_name", None)
+
+
+def _task(task: FairseqTask) -> list[str]:
+    own = [
+        name for name in ("train_step", "optimizer_step") if getattr(type(task), name) is not getattr(FairseqTask, name)
+    ]
+    return [f"{type(task).__name__}.{name}" for name in own]
+
+
+def _model(model: torch.nn.Module) -> list[str]:
+    kind = type(model)
+    if not any(isinstance(model, known) and kind.forward is known.forward for known in _MODELS):
+        return [f"model {kind.__name__}"]
+    reasons = []
+    for side, fused in (("encoder", LSTransformerEncoder), ("decoder", LSTransformerDecoder)):
+        module = getattr(model, side, None)
+        if module is None:
+            continue
+        if not isinstance(module, fused):
+            reasons.append(f"{side} {type(module).__name__}")
+        elif module.layerdrop > 0:
+            reasons.append(f"--{side}-layerdrop {module.layerdrop}")
+    modules = list(model.modules())
+    # Ours calls the layers, not the modules around them.
+    if any(getattr(module, hooks, None) for module in modules for hooks in _HOOKS):
+        reasons.append("hooks on modules")
+    if any(getattr(p, "_backward_hooks", None) or p._post_accumulate_grad_hooks for p in model.parameters()):
+        reasons.append("hooks on parameters")
+    # fairseq's own modules only pass the number of updates on.
+    if any(not _ignores_updates(module) for module in modules):
+        reasons.append("a module with set_num_updates")
+    return reasons
+
+
+def _ignores_updates(module: torch.nn.Module) -> bool:
+    method = getattr(type(module), "set_num_updates", None)
+    return method is None or method.__module__.startswith("fairseq.models.fairseq_")
+
+
+def _criterion(criterion: torch.nn.Module) -> list[str]:
+    kind = type(criterion)
+    known = any(isinstance(criterion, own) and kind.forward is own.forward for own in _CRITERIA)
+    if not known or any(True for _ in criterion.parameters()):
+        return [f"criterion {kind.__name__}"]
+    return []

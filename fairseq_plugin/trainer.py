@@ -1,0 +1,307 @@
+"""fairseq's trainer with a training step that never waits for the device, for runs of the plugin's own parts.
+
+fairseq's step reads a dozen values from the GPU and launches two copies a parameter. Here an update is enqueued as a
+whole: batches are packed on the host, layers write their gradients into one flat buffer, norm, overflow, clipping, loss
+scale and Adam are a handful of launches that read learning rate and step number from device memory. The statistics of
+an update arrive while the next one runs and are logged then.
+
+The host counts an update as done when it is enqueued. Where its flag later says that it overflowed, the count and the
+learning rate go back by one; the device, which counts for itself, never advanced. Whenever a number of updates matters
+to fairseq's loop (logging, validation, saving, the last update, the end of an epoch) the step waits for its own
+statistics, so that everything there sees exact values.
+
+Runs with anything else (:mod:`fairseq_plugin.step_options`) use fairseq's step, which one logged line says.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fairseq import optim
+from fairseq import trainer as fairseq_trainer
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.logging import metrics
+from fairseq.nan_detector import NanDetector
+from fairseq.optim import MemoryEfficientFP16Optimizer, lr_scheduler
+from torch import Tensor
+
+from fairseq_plugin.optimizer import LSFP16Optimizer
+from fairseq_plugin.packed import pack_batch, packed_features
+from fairseq_plugin.pending import PendingUpdate
+from fairseq_plugin.step_options import obstacles
+from ls_train.optim import DynamicLossScale, FusedAdam
+
+logger = logging.getLogger(__name__)
+
+FairseqTrainer = fairseq_trainer.Trainer
+_SEED_STRIDE = 1 << 32  # between the dropout seeds of an update's micro-batches
+
+
+class LSTrainer(FairseqTrainer):
+    """fairseq's Trainer; see the module's text."""
+
+    def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
+        if isinstance(cfg, Namespace):
+            cfg = convert_namespace_to_omegaconf(cfg)
+        reasons = obstacles(cfg, task, model, criterion, quantizer)
+        self.is_lean = not reasons
+        self._pending: PendingUpdate | None = None
+        self._earlier_lr: list[float] | None = None
+        self._loss_scale: DynamicLossScale | None = None
+        self._epoch_iterator: Any = None
+        super().__init__(cfg, task, model, criterion, quantizer)
+        if reasons:
+            logger.info(f"training step: fairseq's own runs because of {', '.join(reasons)}")
+
+    # What fairseq builds
+
+    def _build_optimizer(self) -> None:
+        self._loss_scale = None
+        if not self.is_lean:
+            super()._build_optimizer()
+            return
+        common = self.cfg.common
+        params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if not (common.fp16 or common.bf16):
+            self._optimizer = optim.build_optimizer(self.cfg.optimizer, params)
+        elif common.memory_efficient_fp16 or common.memory_efficient_bf16:
+            self._optimizer = MemoryEfficientFP16Optimizer.build_optimizer(self.cfg, params)
+        else:
+            self._optimizer = LSFP16Optimizer.build_optimizer(self.cfg, params)
+        self._lr_scheduler = lr_scheduler.build_lr_scheduler(self.cfg.lr_scheduler, self.optimizer)
+        self._lr_scheduler.step_update(0)
+
+    def get_train_iterator(self, *args: Any, **kwargs: Any) -> Any:
+        """Return an iterator over the training set and remember it, to know where an epoch ends."""
+        self._epoch_iterator = super().get_train_iterator(*args, **kwargs)
+        return self._epoch_iterator
+
+    # One update
+
+    def train_step(self, samples: Sequence[Any], raise_oom: bool = False) -> dict[str, Any] | None:
+        """Do one update; return what to log of the latest one whose statistics are known, None if it was skipped."""
+        if not self.is_lean:
+            return super().train_step(samples, raise_oom)
+        return self._lean_step(samples, raise_oom)
+
+    @metrics.aggregate("train")
+    def _lean_step(self, samples: Sequence[Any], raise_oom: bool) -> dict[str, Any] | None:
+        metrics.log_start_time("train_wall", priority=800, round=0)
+        update = self._enqueue(samples, raise_oom)
+        if update is None:
+            self._settle()
+            return None
+        output = self._settle() if self._pending is not None else {}
+        self._pending = update
+        self._earlier_lr = self._rates()
+        self.set_num_updates(self.get_num_updates() + 1)
+        if self._is_boundary(len(samples)):
+            output = self._settle()
+        if self.cfg.common.fp16:
+            metrics.log_scalar("loss_scale", self.optimizer.scaler.loss_scale, priority=700, round=4, weight=0)
+        metrics.log_stop_time("train_wall")
+        return output
+
+    def _enqueue(self, samples: Sequence[Any], raise_oom: bool) -> PendingUpdate | None:
+        """Hand one update to the device; return None where memory ran out and the batch is given up."""
+        fused = self._fused
+        if not self._model.training:
+            self._model.train()
+        if not self._criterion.training:
+            self._criterion.train()
+        uncertain = self._pending is not None and self.cfg.common.fp16
+        fused.expect(self.get_num_updates(), self._earlier_lr if uncertain else None)
+        self._clear_gradients()
+        parts = []
+        fused.direct_grads = True
+        try:
+            for index, sample in enumerate(samples):
+                parts.append(self._forward_backward(index, sample))
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            self._log_oom(error)
+            if raise_oom:
+                raise
+            logger.warning("attempting to recover from OOM in forward/backward pass")
+            self._clear_gradients()
+            if self.cuda:
+                torch.cuda.empty_cache()
+            return None
+        except Exception:
+            self._save_crash()
+            raise
+        finally:
+            fused.direct_grads = False
+        if self.cuda and self.get_num_updates() == 0:
+            torch.cuda.empty_cache()
+        sums, counts = zip(*parts)
+        factor = self._factor(sum(count["sample_size"] for count in counts))
+        norm, found_inf = fused.measured_step(factor, self.cfg.optimization.clip_norm)
+        if self._scale is not None:
+            self._scale.update(found_inf)
+        return PendingUpdate(samples, sums, counts, norm, found_inf, factor)
+
+    def _forward_backward(self, index: int, sample: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Run micro-batch ``index``; return the sums it logs, on the device, and what the host knows."""
+        if self._dummy_batch == "DUMMY":
+            self._dummy_batch = sample
+        criterion, model = self._criterion, self._model
+        batch = pack_batch(sample, criterion.padding_idx, self.device, criterion.loss_options.prefix)
+        features = packed_features(model, batch, self._fused.updates + (self.cfg.common.seed + index * _SEED_STRIDE))
+        sums = criterion.packed_sums(features, model.decoder.output_projection.weight, batch.target)
+        sums["loss"].backward(None if self._scale is None else self._scale.scale.view(()))
+        return sums, criterion.host_counts(sample, batch.counted)
+
+    def _factor(self, sample_size: float) -> Tensor:
+        """Return float32 (1,): what the gradients are multiplied by before the update."""
+        factor = torch.full((1,), 1.0 / (sample_size or 1.0), device=self.device)
+        return factor if self._scale is None else factor.div_(self._scale.scale)
+
+    def _clear_gradients(self) -> None:
+        for buffer in self._fused.buffers:
+            for parameter in buffer.params:
+                parameter.grad = None
+
+    @property
+    def _fused(self) -> FusedAdam:
+        return self.optimizer.optimizer
+
+    @property
+    def _scale(self) -> DynamicLossScale | None:
+        """The loss scale on the device; the optimizer's scaler repeats on the host what it does."""
+        scaler = getattr(self.optimizer, "scaler", None)
+        if self._loss_scale is None and scaler is not None:
+            options = ("scale_factor", "scale_window", "tolerance", "threshold", "min_loss_scale")
+            self._loss_scale = DynamicLossScale(
+                self.device, scaler.loss_scale, **{name: getattr(scaler, name) for name in options}
+            )
+            self._loss_scale.load_state_dict(
+                {
+                    "loss_scale": scaler.loss_scale,
+                    "iteration": scaler._iter,
+                    "last_overflow": scaler._last_overflow_iter,
+                    "last_rescale": scaler._last_rescale_iter,
+                    "overflows": scaler._overflows_since_rescale,
+                }
+            )
+        return self._loss_scale
+
+    # What came of it
+
+    def _settle(self) -> dict[str, Any] | None:
+        """Wait for the update that is under way, log it and return its log; None if there is none or it was skipped."""
+        update, self._pending = self._pending, None
+        if update is None:
+            return None
+        outcome = update.wait()
+        scaler = self.optimizer.scaler if self.cfg.common.fp16 else None
+        if outcome.overflow:
+            self.set_num_updates(self.get_num_updates() - 1)
+            try:
+                if scaler is None:
+                    raise FloatingPointError("gradients are Nan/Inf")
+                scaler.check_overflow(float("nan"))
+            except OverflowError as error:
+                logger.info(f"NOTE: gradient overflow detected, ignoring gradient, {error}")
+                return None
+            except FloatingPointError:
+                self._save_crash()
+                self._find_nan(update.samples)
+                raise
+        if scaler is not None:
+            scaler.update()
+        clip_norm = self.cfg.optimization.clip_norm
+        metrics.log_speed("ups", 1.0, priority=100, round=2)
+        metrics.log_scalar("gnorm", outcome.norm, priority=400, round=3)
+        if clip_norm > 0:
+            metrics.log_scalar("clip", 100.0 if outcome.norm > clip_norm else 0.0, priority=500, round=1)
+        return self._reduce_and_log_stats(outcome.logging_outputs, outcome.sample_size)
+
+    def _is_boundary(self, micro_batches: int) -> bool:
+        """Return whether fairseq's loop does something at this number of updates that needs it to be exact."""
+        done, cfg = self.get_num_updates(), self.cfg
+        intervals = (
+            cfg.common.log_interval,
+            cfg.checkpoint.save_interval_updates,
+            cfg.dataset.validate_interval_updates,
+        )
+        is_last = 0 < cfg.optimization.max_update <= done
+        if done == 1 or is_last or any(interval > 0 and done % interval == 0 for interval in intervals):
+            self._log_memory()
+            return True
+        batches = getattr(self._epoch_iterator, "_cur_epoch_itr", None)
+        return batches is None or batches.total - batches.n < micro_batches
+
+    def _log_memory(self) -> None:
+        if self.cuda and self.cuda_env is not None:
+            used = torch.cuda.max_memory_allocated() / 1024**3
+            torch.cuda.reset_peak_memory_stats()
+            free = self.cuda_env.total_memory_in_GB - used
+            metrics.log_scalar("gb_free", free, priority=1500, round=1, weight=0)
+
+    def _rates(self) -> list[float]:
+        return [group["lr"] for group in self._fused.param_groups]
+
+    def _save_crash(self) -> None:
+        self.save_checkpoint(os.path.join(self.cfg.checkpoint.save_dir, "crash.pt"), {})
+
+    def _find_nan(self, samples: Sequence[Any]) -> None:
+        """Run the batches again as fairseq does, with hooks that print where a number stops being finite."""
+        self._clear_gradients()
+        with NanDetector(self.get_model()):
+            for sample in samples:
+                sample, _ = self._prepare_sample(sample)
+                self.task.train_step(
+                    sample, self.model, self.criterion, self.optimizer, self.get_num_updates(), ignore_grad=False
+                )
+
+    # Where fairseq looks at the run, nothing may be under way
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Start an epoch."""
+        self._settle()
+        super().begin_epoch(epoch)
+
+    def begin_valid_epoch(self, epoch: int) -> None:
+        """Start a validation."""
+        self._settle()
+        super().begin_valid_epoch(epoch)
+
+    def cumulative_training_time(self) -> float:
+        """Return the seconds of training; once they reach ``--stop-time-hours`` nothing is under way any more."""
+        seconds = super().cumulative_training_time()
+        limit = self.cfg.optimization.stop_time_hours
+        if 0 < limit < seconds / 3600:
+            self._settle()
+        return seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run, as fairseq's trainer saves it."""
+        self._settle()
+        return super().state_dict()
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint, see fairseq's trainer."""
+        self._settle()
+        result = super().load_checkpoint(*args, **kwargs)
+        self._loss_scale = None
+        return result
+
+
+def install() -> None:
+    """Let fairseq's training commands build :class:`LSTrainer`; a second call does nothing.
+
+    Modules that fairseq's trainer was imported into before, the running script among them, hold their own reference.
+    """
+    fairseq_trainer.Trainer = LSTrainer
+    for name in ("fairseq_cli.train", "__main__"):
+        module = sys.modules.get(name)
+        if getattr(module, "Trainer", None) is FairseqTrainer:
+            module.Trainer = LSTrainer
