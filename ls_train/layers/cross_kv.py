@@ -124,4 +124,4 @@ def cross_kv(memory: Tensor, packing: Packing, layers: Sequence[nn.Module]) -> T
     projections = [p for layer in layers for p in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)]
     memory, *parameters = modules.autocast_inputs((memory, *modules.parameters_of(projections)))
     modules.check_types("cross_kv", (memory,), parameters)
-    return CrossKVFunction.apply(packing.rows, memory.contiguous(), *parameters)
+    return modules.apply(CrossKVFunction, packing.rows, memory.contiguous(), *parameters)

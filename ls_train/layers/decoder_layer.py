@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -349,7 +349,7 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
             x, *parameters = modules.autocast_inputs((x, *modules.parameters_of(self._self_modules())))
             modules.check_types(name, (x,), parameters)
             save = modules.wants_gradient((x, *parameters))
-            return EncoderLayerFunction.apply(call, save, x.contiguous(), *parameters), kv
+            return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *parameters), kv
         if kv is None or memory is None:
             raise ValueError(f"{name}: kv and memory are missing; make them with cross_kv(...)")
         if kv.dim() != 2 or kv.shape[1] < (layer + 1) * 2 * self.embed_dim:
@@ -358,8 +358,13 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
         modules.check_types(name, (x, kv), parameters)
         call = call._replace(memory_cu=memory.cu_seqlens, memory_max_length=memory.max_length, layer=layer)
         save = modules.wants_gradient((x, kv, *parameters))
-        y, handed_on = DecoderLayerFunction.apply(call, save, x.contiguous(), kv, *parameters)
+        y, handed_on = modules.apply(DecoderLayerFunction, call, save, x.contiguous(), kv, *parameters)
         return y, handed_on if kv.requires_grad else kv
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.encoder_attn is not None:
+            modules.keep_cross_kv_together([self])
 
     def _build_cross_attention(self, config: LayerConfig) -> None:
         self.encoder_attn = self.encoder_attn_layer_norm = None

@@ -202,7 +202,8 @@ def embed(
         weight, table = modules.autocast_inputs((weight, table.to(weight.dtype)))
     inner = p if norm is None else 0.0
     rows = packing.rows
-    x = EmbeddingFunction.apply(
+    x = modules.apply(
+        EmbeddingFunction,
         tokens.contiguous(),
         positions,
         rows,

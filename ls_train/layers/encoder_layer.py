@@ -245,7 +245,7 @@ class LSTransformerEncoderLayer(nn.Module):
         modules.check_types(type(self).__name__, (x,), parameters)
         call = self._call(packing, seed, rng_offset)
         save = modules.wants_gradient((x, *parameters))
-        return EncoderLayerFunction.apply(call, save, x.contiguous(), *parameters)
+        return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *parameters)
 
     def extra_repr(self) -> str:
         """Return the layer's settings for ``repr``."""
@@ -254,6 +254,11 @@ class LSTransformerEncoderLayer(nn.Module):
             f"dropout={self.dropout}, attention_dropout={self.attention_dropout}, "
             f"activation_dropout={self.activation_dropout}"
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Copies of parameters have lost what was declared about them.
+        modules.keep_qkv_together(self.self_attn)
 
     def _build_cross_attention(self, config: LayerConfig) -> None:
         """Build what a decoder layer has between self-attention and feed-forward; nothing here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,13 @@ def dropout_seed(seed: Tensor | None, probabilities: Sequence[float], like: Tens
     if not any(probabilities):
         return None
     return rng.draw_seed(like.device) if seed is None else seed
+
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Return ``function.apply(*arguments)``, which ``torch.compile`` calls as it is instead of tracing into it."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(function.apply)(*arguments)
+    return function.apply(*arguments)
 
 
 def wants_gradient(tensors: Iterable[Tensor]) -> bool:

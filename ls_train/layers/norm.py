@@ -50,4 +50,4 @@ def layer_norm(module: nn.LayerNorm, x: Tensor, rows: Tensor) -> Tensor:
     """Return ``module`` applied to packed rows ``x`` (N, C); ``rows`` int32 (1,): number of used rows."""
     x, weight, bias = modules.autocast_inputs((x, module.weight, module.bias))
     modules.check_types("layer norm", (x,), (weight, bias))
-    return NormFunction.apply(module.eps, rows, x.contiguous(), weight, bias)
+    return modules.apply(NormFunction, module.eps, rows, x.contiguous(), weight, bias)

@@ -187,8 +187,7 @@ class LSTransformerDecoder(_Stack):
         super().__init__(config, layer, embed_tokens, config.max_seq_len, config.learned_positions, **arguments)
         self.layerdrop = config.decoder_layerdrop
         self.layers = nn.ModuleList(LSTransformerDecoderLayer(layer) for _ in range(config.num_decoder_layer))
-        if layer.cross_attention:
-            modules.keep_cross_kv_together(self.layers)
+        self._keep_together()
         final_norm = layer.pre_layer_norm and config.decoder_final_norm
         self.layer_norm = nn.LayerNorm(layer.hidden_size, layer.layer_norm_eps) if final_norm else None
         self.output_projection = nn.Linear(layer.hidden_size, config.vocab_size, bias=False)
@@ -196,6 +195,13 @@ class LSTransformerDecoder(_Stack):
             self.output_projection.weight = embed_tokens.weight
         else:
             nn.init.normal_(self.output_projection.weight, mean=0, std=layer.hidden_size**-0.5)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._keep_together()
+
+    def _keep_together(self) -> None:
+        modules.keep_cross_kv_together(layer for layer in self.layers if layer.encoder_attn is not None)
 
     def forward(
         self,

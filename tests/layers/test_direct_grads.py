@@ -69,9 +69,12 @@ def assert_joined(tensors):
     assert torch.equal(joined(tensors), torch.cat(tensors).detach())
 
 
-def test_multiplied_together_lies_together():
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_multiplied_together_lies_together(named, copied):
     model = transformer()
-    flat = flatten(model, False)
+    model = copy.deepcopy(model) if copied else model
+    flat = FlatParameters(model.named_parameters() if named else model.parameters())
     assert flat.intact()
     for layer in [*model.encoder.layers, *model.decoder.layers]:
         projections = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)

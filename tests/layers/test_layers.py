@@ -183,3 +183,24 @@ def test_dropout_does_not_depend_on_padding(left):
     mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[:, slice(0, 3) if left else slice(4, 7)] = True
     torch.testing.assert_close(layer(wide, mask, seed)[~mask].view(2, 4, 12), layer(x, None, seed))
+
+
+@pytest.mark.parametrize(
+    "backend, lengths", [("eager", (4,)), pytest.param("aot_eager", (4, 5, 9), marks=pytest.mark.soak)]
+)
+def test_inside_torch_compile(backend, lengths):
+    layer = build(LSTransformerEncoderLayer, "cpu", torch.float32, dropout=0.3)
+    seed = torch.tensor([3])
+
+    def run(x):
+        return layer(torch.sin(x), None, seed).tanh()
+
+    compiled = torch.compile(run, backend=backend)
+    for length in lengths:
+        inputs = [torch.randn(2, length, 12).requires_grad_()]
+        inputs.append(inputs[0].detach().requires_grad_())
+        outputs = [function(x) for function, x in zip((run, compiled), inputs, strict=True)]
+        torch.testing.assert_close(*outputs)
+        for y in outputs:
+            y.sum().backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
