@@ -70,7 +70,7 @@ gpu-test: $(READY)  ## run the operator and layer tests on a machine with a GPU
 	$(PY) -m pytest tests/kernels tests/layers tests/optim $(ARGS)
 
 bench: $(READY)  ## time operator OP on a GPU: make bench OP=layer_norm
-	$(PY) tests/kernels/bench.py $(OP) $(ARGS)
+	$(PY) -m tests.kernels.bench $(OP) $(ARGS)
 
 clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist *.egg-info examples/wmt14/work

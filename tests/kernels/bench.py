@@ -1,0 +1,251 @@
+"""Time every kernel against PyTorch eager, torch.compile, Apex and Liger where they are installed, and a plain copy.
+
+    python -m tests.kernels.bench [op ...] [--quick] [--plot]
+
+Every call of a timed graph works on another set of buffers, together larger than the cache, so that all data come from
+memory; the copy beside it is ``copy_`` moving the same number of bytes in the same way. The table and
+benchmarks/results/kernels.json hold GB/s by the bytes of ``bench_problems``, the percentage of that copy, and how many
+times faster ours is than each peer. Without a GPU toy sizes run, to see that everything works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+
+from benchmarks import records
+from tests.kernels import bench_problems as problems
+from tests.kernels.bench_problems import Buffers, Problem
+
+COLD_BYTES = 256 << 20  # several times the cache of any card
+MAX_SETS = 32
+
+Call = Callable[[], Any]
+
+# Operator: (builder, sizes of --quick, further sizes). Sizes are rows and columns, or elements and nothing.
+_ROWS = ((512, 1024), (4096, 1024), (32768, 1024))
+_MORE_ROWS = ((15000, 1024), (65536, 512), (131072, 256), (16384, 2048), (8192, 4096), (32768, 1023))
+OPERATORS: dict[str, tuple[Callable[[Buffers, int, int], Problem], Sequence, Sequence]] = {
+    "layer_norm": (problems.layer_norm, _ROWS, _MORE_ROWS),
+    "bias_dropout_add": (problems.bias_dropout_add, _ROWS[2:], (*_ROWS[:2], *_MORE_ROWS)),
+    "bias_dropout_add_layer_norm": (problems.bias_dropout_add_layer_norm, _ROWS, _MORE_ROWS),
+    "bias_activation_dropout": (problems.bias_activation_dropout, ((8192, 4096),), ((512, 4096), *_MORE_ROWS)),
+    "bias_gelu_dropout": (problems.bias_gelu_dropout, ((8192, 4096),), ((512, 4096),)),
+    "dropout": (
+        problems.dropout,
+        ((512, 1024), (32768, 1024), (32768, 1023)),
+        tuple((1 << power, 1024) for power in range(6, 17)),
+    ),
+    "softmax_dropout": (
+        problems.softmax_dropout,
+        ((1 << 19, 64), (1 << 20, 33), (1 << 17, 256)),
+        tuple(((1 << 25) // keys, keys) for keys in (8, 16, 32, 63, 128, 255, 257, 512, 1000, 1024, 2048)),
+    ),
+    "embedding": (problems.embedding, ((15000, 1024),), ((4096, 1024), (15000, 512))),
+    "cross_entropy": (problems.cross_entropy, ((15000, 40000),), ((4096, 40000), (4096, 32768), (4096, 40001))),
+    "attention": (
+        problems.attention,
+        ((15000, 30), (8192, 128)),
+        tuple((16384, length) for length in (8, 16, 32, 64, 128, 256, 512, 1024)),
+    ),
+    "grad_norm": (problems.grad_norm, ((217_000_000, 0),), ((1_000_000, 0), (20_000_000, 0))),
+    "adam": (problems.adam, ((217_000_000, 0),), ((1_000_000, 0), (20_000_000, 0))),
+}
+_TOY = {"attention": (24, 8), "grad_norm": (1000, 0), "adam": (1000, 0), "softmax_dropout": (256, 8)}
+_PEER_PART = {"cross_entropy": {"liger": "step"}}  # parts that a peer's forward is compared with, otherwise "fwd"
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Times calls on a device: replays of a graph on a GPU, plain calls elsewhere."""
+
+    device: torch.device
+    repeats: int
+
+    def microseconds(self, build: Callable[[], Sequence[Call]]) -> float:
+        """Return the time of one of the calls that ``build`` returns, which run one after another.
+
+        On a GPU they are captured on the stream they were built on: autograd runs a backward where its forward ran.
+        """
+        if self.device.type != "cuda":
+            calls = build()
+            return records.median_ms(lambda: [call() for call in calls], self.repeats, 1) * 1e3 / len(calls)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            calls = build()
+            for call in [*calls, *calls]:
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        return records.median_ms(graph.replay, self.repeats, 3) * 1e3 / len(calls)
+
+    def copy(self, moved: int) -> float:
+        """Return the time of a ``copy_`` that reads and writes ``moved`` bytes together."""
+        half = max(1, moved // 2)
+        pairs = [torch.empty((2, half), dtype=torch.uint8, device=self.device) for _ in range(self.sets(moved))]
+        return self.microseconds(lambda: [lambda pair=pair: pair[0].copy_(pair[1]) for pair in pairs])
+
+    def sets(self, moved: int) -> int:
+        """Return how many sets of buffers of ``moved`` bytes are more than the cache holds."""
+        if self.device.type != "cuda":
+            return 1
+        return min(MAX_SETS, max(2, math.ceil(COLD_BYTES / moved)))
+
+
+def _backward(function: Callable[..., Any], problem: Problem) -> Call:
+    """Return a call of autograd's backward of ``function``, whose forward runs now."""
+    inputs = [
+        x.detach().requires_grad_() if index < problem.differentiable else x for index, x in enumerate(problem.inputs)
+    ]
+    outputs = function(*inputs)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    grads = tuple(torch.randn_like(output) for output in outputs)
+    wanted = inputs[: problem.differentiable]
+    return lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
+
+
+def _step(function: Callable[..., Any], problem: Problem) -> Call:
+    """Return a call of the forward and, where there are gradients, the backward of ``function``."""
+    if problem.differentiable == 0:
+        return lambda: function(*problem.inputs)
+    inputs = [
+        x.detach().requires_grad_() if index < problem.differentiable else x for index, x in enumerate(problem.inputs)
+    ]
+    return lambda: torch.autograd.grad(function(*inputs).sum(), inputs[: problem.differentiable])
+
+
+def _peer_call(function: Callable[..., Any], problem: Problem, part: str) -> Call:
+    if part == "fwd":
+        return lambda: function(*problem.inputs)
+    return _backward(function, problem) if part == "bwd" else _step(function, problem)
+
+
+def measure(op: str, dtype: torch.dtype, size: tuple[int, int], timer: Timer, compile_peers: bool) -> list[dict]:
+    """Return one record for each part of operator ``op`` at one type and size."""
+    builder = OPERATORS[op][0]
+    buffers = Buffers(dtype, timer.device)
+    first = builder(buffers, *size)
+    sets = [first, *(builder(buffers, *size) for _ in range(timer.sets(min(first.moved.values())) - 1))]
+    torch._dynamo.reset()
+    functions: dict[str, Callable[..., Any]] = {"eager": first.formula, **first.peers}
+    if compile_peers and op not in ("adam", "attention"):  # both are one library kernel already
+        functorch_config.donated_buffer = False  # the compiled backward runs again and again
+        functions["compile"] = torch.compile(first.formula, dynamic=False)
+    found = []
+    for part, moved in first.moved.items():
+        ours = timer.microseconds(lambda part=part: [problem.ours[part] for problem in sets])
+        copy = timer.copy(moved)
+        ratios, peers = {}, {}
+        for name, function in functions.items():
+            if name in first.peers and part not in ("bwd", _PEER_PART.get(op, {}).get(name, "fwd")):
+                continue
+            with torch.inference_mode(part == "fwd"):
+                peers[name] = timer.microseconds(
+                    lambda function=function, part=part: [_peer_call(function, problem, part) for problem in sets]
+                )
+            ratios[name] = peers[name] / ours
+        found.append(
+            {
+                "bench": "kernels",
+                "case": {"op": op, "part": part, "dtype": str(dtype).removeprefix("torch."), "size": list(size)},
+                "implementation": "ls_train",
+                "metric": "time",
+                "value": ours,
+                "unit": "us",
+                "bytes": moved,
+                "gb_per_s": moved / ours * 1e-3,
+                "percent_of_copy": 100 * copy / ours,
+                "peers_us": peers,
+                "ratios": ratios,
+            }
+        )
+    return found
+
+
+def _line(record: dict) -> str:
+    case = record["case"]
+    name = f"{case['op']} {case['part']}"
+    size = "x".join(str(n) for n in case["size"] if n)
+    peers = "  ".join(f"{peer} {ratio:5.2f}x" for peer, ratio in record["ratios"].items())
+    return (
+        f"{name:36s} {case['dtype']:9s} {size:>14s} {record['value']:10.1f} us {record['gb_per_s']:8.0f} GB/s "
+        f"{record['percent_of_copy']:6.1f} % of copy   {peers}"
+    )
+
+
+def plot(found: Sequence[dict], path: Path) -> None:
+    """Draw bandwidth over bytes moved, one panel an operator, as a picture at ``path``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(record["case"]["op"] for record in found))
+    columns = min(3, len(names))
+    figure, panels = pyplot.subplots(
+        -(-len(names) // columns), columns, figsize=(6 * columns, 4 * len(names) / columns + 2)
+    )
+    panels = list(panels.flat) if hasattr(panels, "flat") else [panels]
+    for panel, name in zip(panels, names):
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for record in found:
+            case = record["case"]
+            if case["op"] != name:
+                continue
+            curves.setdefault(f"{case['part']} {case['dtype']}", []).append((record["bytes"], record["gb_per_s"]))
+            if "compile" in record["peers_us"]:
+                theirs = record["bytes"] / record["peers_us"]["compile"] * 1e-3
+                curves.setdefault(f"{case['part']} {case['dtype']} compile", []).append((record["bytes"], theirs))
+        for label, points in curves.items():
+            style = ":" if label.endswith("compile") else "-"
+            panel.plot(*zip(*sorted(points)), style, marker="o", label=label)
+        panel.set(title=name, xscale="log", xlabel="bytes moved", ylabel="GB/s")
+        panel.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("op", nargs="*", help=f"operators, all by default: {', '.join(OPERATORS)}")
+    parser.add_argument("--quick", action="store_true", help="few sizes, float16 and bfloat16 only, under six minutes")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--plot", action="store_true", help="also draw kernels.png; needs matplotlib")
+    parser.add_argument("--output", type=Path, default=records.RESULTS / "kernels.json")
+    options = parser.parse_args(arguments)
+    unknown = [op for op in options.op if op not in OPERATORS]
+    if unknown:
+        parser.error(f"unknown operator {unknown[0]!r}; use one of {', '.join(OPERATORS)}")
+    cuda = torch.cuda.is_available()
+    timer = Timer(torch.device("cuda" if cuda else "cpu"), 20 if cuda else 2)
+    types = (torch.float16, torch.bfloat16) if options.quick else (torch.float32, torch.float16, torch.bfloat16)
+    found = []
+    for op in options.op or OPERATORS:
+        quick, more = OPERATORS[op][1:]
+        sizes = quick if options.quick else (*quick, *more)
+        for dtype in types:
+            for size in sizes if cuda else (_TOY.get(op, (16, 64)),):
+                for record in measure(op, dtype, size, timer, cuda and not options.no_compile):
+                    found.append(record)
+                    print(_line(record), flush=True)
+    records.write_records(found, options.output)
+    if options.plot:
+        plot(found, options.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
