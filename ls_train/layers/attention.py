@@ -7,17 +7,13 @@ y = attention(q, k, v) W_o^T; the bias b_o is added by the residual epilogue. He
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ls_train.layers.call import CROSS_ATTENTION, SELF_ATTENTION, Call
-from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.call import CROSS_ATTENTION, SELF_ATTENTION, Pass
 from ls_train.layers.linear import project, project_gradient
 from ls_train.layers.residual import column_sums
-from ls_train.memory import Field, Workspace
+from ls_train.memory import Field
 
 ops = torch.ops.ls_train
 
@@ -32,9 +28,9 @@ def cross_attention_fields(embed_dim: int, heads: int) -> tuple[Field, ...]:
     return Field("query", embed_dim), Field("cross_attended", embed_dim), Field("cross_lse", heads, True)
 
 
-def self_attention_fwd(y: Tensor, x: Tensor, parameters: NamedTuple, saved: SimpleNamespace, call: Call) -> None:
+def self_attention_fwd(y: Tensor, x: Tensor, run: Pass) -> None:
     """Write self-attention of ``x`` (N, C), without output bias, into ``y``."""
-    p = parameters
+    call, p, saved = run.call, run.parameters, run.saved
     project(saved.qkv, x, (p.q_weight, p.k_weight, p.v_weight), (p.q_bias, p.k_bias, p.v_bias))
     q, k, v = _split_qkv(saved.qkv, call.heads)
     attended = _split_heads(saved.attended, call.heads)
@@ -57,21 +53,11 @@ def self_attention_fwd(y: Tensor, x: Tensor, parameters: NamedTuple, saved: Simp
     torch.mm(saved.attended, p.out_weight.t(), out=y)
 
 
-def self_attention_bwd(
-    dx: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    parameters: NamedTuple,
-    saved: SimpleNamespace,
-    call: Call,
-    writer: GradientWriter,
-    scratch: Workspace,
-    accumulate: bool,
-) -> None:
+def self_attention_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate: bool) -> None:
     """Write (or add, with ``accumulate``) the gradient of :func:`self_attention_fwd`'s input into ``dx``."""
-    p = parameters
+    call, p, saved, scratch, writer = run
     with scratch:
-        dattended = _output_projection_bwd(dy, "out_weight", p.out_weight, saved.attended, writer, scratch)
+        dattended = _output_projection_bwd(dy, "out_weight", saved.attended, run)
         dqkv = scratch.take(saved.qkv.shape, x.dtype)
         _attention_bwd(
             _split_qkv(dqkv, call.heads),
@@ -81,21 +67,18 @@ def self_attention_bwd(
             saved.lse,
             (call.cu, call.cu),
             (call.max_length, call.max_length),
-            call,
             call.causal,
             SELF_ATTENTION,
-            writer,
+            run,
         )
         column_sums(("q_bias", "k_bias", "v_bias"), dqkv, writer, call.rows)
         writer.linear(("q_weight", "k_weight", "v_weight"), dqkv, x)
         project_gradient(dx, dqkv, (p.q_weight, p.k_weight, p.v_weight), accumulate)
 
 
-def cross_attention_fwd(
-    y: Tensor, x: Tensor, kv: Tensor, parameters: NamedTuple, saved: SimpleNamespace, call: Call
-) -> None:
+def cross_attention_fwd(y: Tensor, x: Tensor, kv: Tensor, run: Pass) -> None:
     """Write attention of ``x`` (N, C) to this layer's slice of ``kv`` (Ns, L * 2C), without output bias, into ``y``."""
-    p = parameters
+    call, p, saved = run.call, run.parameters, run.saved
     project(saved.query, x, (p.cross_q_weight,), (p.cross_q_bias,))
     q = _split_heads(saved.query, call.heads)
     k, v = _split_kv(kv, call.layer, x.shape[1], call.heads)
@@ -119,17 +102,7 @@ def cross_attention_fwd(
 
 
 def cross_attention_bwd(
-    dx: Tensor,
-    dkv: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    kv: Tensor,
-    parameters: NamedTuple,
-    saved: SimpleNamespace,
-    call: Call,
-    writer: GradientWriter,
-    scratch: Workspace,
-    accumulate: bool,
+    dx: Tensor, dkv: Tensor, dy: Tensor, x: Tensor, kv: Tensor, run: Pass, accumulate: bool
 ) -> None:
     """Write the gradients of :func:`cross_attention_fwd`.
 
@@ -137,11 +110,9 @@ def cross_attention_bwd(
         dx: (N, C), written, or added to with ``accumulate``.
         dkv: (Ns, 2C), this layer's part of the gradient of ``kv``, written; rows may lie apart.
     """
-    p = parameters
+    call, p, saved, scratch, writer = run
     with scratch:
-        dattended = _output_projection_bwd(
-            dy, "cross_out_weight", p.cross_out_weight, saved.cross_attended, writer, scratch
-        )
+        dattended = _output_projection_bwd(dy, "cross_out_weight", saved.cross_attended, run)
         dquery = scratch.take(saved.query.shape, x.dtype)
         _attention_bwd(
             (_split_heads(dquery, call.heads), *_split_kv(dkv, 0, x.shape[1], call.heads)),
@@ -151,22 +122,19 @@ def cross_attention_bwd(
             saved.cross_lse,
             (call.cu, call.memory_cu),
             (call.max_length, call.memory_max_length),
-            call,
             False,
             CROSS_ATTENTION,
-            writer,
+            run,
         )
         column_sums(("cross_q_bias",), dquery, writer, call.rows)
         writer.linear(("cross_q_weight",), dquery, x)
         project_gradient(dx, dquery, (p.cross_q_weight,), accumulate)
 
 
-def _output_projection_bwd(
-    dy: Tensor, name: str, weight: Tensor, attended: Tensor, writer: GradientWriter, scratch: Workspace
-) -> Tensor:
-    writer.linear((name,), dy, attended)
-    dattended = scratch.take(attended.shape, dy.dtype)
-    torch.mm(dy, weight, out=dattended)
+def _output_projection_bwd(dy: Tensor, weight: str, attended: Tensor, run: Pass) -> Tensor:
+    run.writer.linear((weight,), dy, attended)
+    dattended = run.scratch.take(attended.shape, dy.dtype)
+    torch.mm(dy, getattr(run.parameters, weight), out=dattended)
     return dattended
 
 
@@ -178,15 +146,15 @@ def _attention_bwd(
     lse: Tensor,
     starts: tuple[Tensor, Tensor],
     lengths: tuple[int, int],
-    call: Call,
     causal: bool,
     site: int,
-    writer: GradientWriter,
+    run: Pass,
 ) -> None:
+    call = run.call
     heads, head_dim = inputs[0].shape[1:]
     ops.attention_bwd(
         *gradients,
-        writer.sums,
+        run.writer.sums,
         _split_heads(dattended, heads),
         *inputs,
         _split_heads(attended, heads),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ls_train.memory import aligned
+from ls_train.layers.gradients import GradientWriter
+from ls_train.memory import Workspace, aligned
 from ls_train.ops.attention import attention_workspace
 from ls_train.ops.bias_activation_dropout import bias_activation_dropout_workspace
 from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
@@ -55,6 +57,24 @@ class Call(NamedTuple):
     memory_cu: Tensor | None = None
     memory_max_length: int = 0
     layer: int = 0
+
+
+class Pass(NamedTuple):
+    """What the pieces of one layer's forward or backward share.
+
+    Attributes:
+        call: what the call was about.
+        parameters: the layer's parameters by name.
+        saved: tensors in the saved block by name.
+        scratch: workspace.
+        writer: in a backward, where parameter gradients go.
+    """
+
+    call: Call
+    parameters: NamedTuple
+    saved: SimpleNamespace
+    scratch: Workspace
+    writer: GradientWriter | None = None
 
 
 def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, block: int) -> int:

@@ -25,6 +25,7 @@ from ls_train.layers.call import (
     FFN_OUTPUT,
     SELF_OUTPUT,
     Call,
+    Pass,
     backward_scratch,
     backward_sums,
     forward_scratch,
@@ -99,50 +100,29 @@ class DecoderLayerFunction(torch.autograd.Function):
         with workspace(x, forward_scratch(*x.shape, ffn_dim, x.itemsize, 0 if save else layout.size)) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
             saved = layout.views(block)
+            run = Pass(call, p, saved, scratch)
             projected = scratch.take(x.shape, x.dtype)
             if call.normalize_before:
-                residual.norm_fwd(saved.self_norm_out, x, p, "self_norm", saved, call)
-                self_attention_fwd(projected, saved.self_norm_out, p, saved, call)
-                residual.add_norm_fwd(
-                    saved.cross_norm_out, projected, p.out_bias, x, p, "cross_norm", saved, call, SELF_OUTPUT
-                )
-                cross_attention_fwd(projected, saved.cross_norm_out, kv, p, saved, call)
+                residual.norm_fwd(saved.self_norm_out, x, "self_norm", run)
+                self_attention_fwd(projected, saved.self_norm_out, run)
+                residual.add_norm_fwd(saved.cross_norm_out, projected, p.out_bias, x, "cross_norm", SELF_OUTPUT, run)
+                cross_attention_fwd(projected, saved.cross_norm_out, kv, run)
                 between = saved.cross_norm_sum
                 residual.add_norm_fwd(
-                    saved.final_norm_out,
-                    projected,
-                    p.cross_out_bias,
-                    between,
-                    p,
-                    "final_norm",
-                    saved,
-                    call,
-                    CROSS_OUTPUT,
+                    saved.final_norm_out, projected, p.cross_out_bias, between, "final_norm", CROSS_OUTPUT, run
                 )
-                feed_forward_fwd(projected, saved.final_norm_out, p, saved, call, scratch)
-                residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, call, FFN_OUTPUT)
+                feed_forward_fwd(projected, saved.final_norm_out, run)
+                residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, FFN_OUTPUT, run)
             else:
-                self_attention_fwd(projected, x, p, saved, call)
-                residual.add_norm_fwd(
-                    saved.self_norm_out, projected, p.out_bias, x, p, "self_norm", saved, call, SELF_OUTPUT
-                )
-                cross_attention_fwd(projected, saved.self_norm_out, kv, p, saved, call)
+                self_attention_fwd(projected, x, run)
+                residual.add_norm_fwd(saved.self_norm_out, projected, p.out_bias, x, "self_norm", SELF_OUTPUT, run)
+                cross_attention_fwd(projected, saved.self_norm_out, kv, run)
                 between = saved.self_norm_out
                 residual.add_norm_fwd(
-                    saved.cross_norm_out,
-                    projected,
-                    p.cross_out_bias,
-                    between,
-                    p,
-                    "cross_norm",
-                    saved,
-                    call,
-                    CROSS_OUTPUT,
+                    saved.cross_norm_out, projected, p.cross_out_bias, between, "cross_norm", CROSS_OUTPUT, run
                 )
-                feed_forward_fwd(projected, saved.cross_norm_out, p, saved, call, scratch)
-                residual.add_norm_fwd(
-                    y, projected, p.fc2_bias, saved.cross_norm_out, p, "final_norm", saved, call, FFN_OUTPUT
-                )
+                feed_forward_fwd(projected, saved.cross_norm_out, run)
+                residual.add_norm_fwd(y, projected, p.fc2_bias, saved.cross_norm_out, "final_norm", FFN_OUTPUT, run)
         if save:
             ctx.call, ctx.layout = call, layout
             ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
@@ -166,6 +146,7 @@ class DecoderLayerFunction(torch.autograd.Function):
         with workspace(x, backward_scratch(*x.shape, ffn_dim, x.itemsize, sums, buffers)) as scratch:
             sums = scratch.take((sums,), torch.float32)
             writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[4:], sums)
+            run = Pass(call, p, saved, scratch, writer)
             if ctx.needs_input_grad[3]:
                 dkv, dkv_slice = gradient_slice(dkv, kv, columns)
             else:
@@ -173,64 +154,28 @@ class DecoderLayerFunction(torch.autograd.Function):
             dropped, dsum, dresidual = (scratch.take(x.shape, x.dtype) for _ in range(3))
             if call.normalize_before:
                 dnormed = scratch.take(x.shape, x.dtype)
-                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", call, FFN_OUTPUT, writer)
-                feed_forward_bwd(dnormed, dprojected, saved.final_norm_out, p, saved, call, writer, scratch, False)
+                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", FFN_OUTPUT, run)
+                feed_forward_bwd(dnormed, dprojected, saved.final_norm_out, run, False)
                 dprojected = residual.add_norm_bwd(
-                    dropped,
-                    dsum,
-                    dnormed,
-                    dy,
-                    "cross_out_bias",
-                    p,
-                    "final_norm",
-                    saved,
-                    call,
-                    CROSS_OUTPUT,
-                    writer,
+                    dropped, dsum, dnormed, dy, "cross_out_bias", "final_norm", CROSS_OUTPUT, run
                 )
-                cross_attention_bwd(
-                    dnormed, dkv_slice, dprojected, saved.cross_norm_out, kv, p, saved, call, writer, scratch, False
-                )
+                cross_attention_bwd(dnormed, dkv_slice, dprojected, saved.cross_norm_out, kv, run, False)
                 dprojected = residual.add_norm_bwd(
-                    dropped,
-                    dresidual,
-                    dnormed,
-                    dsum,
-                    "out_bias",
-                    p,
-                    "cross_norm",
-                    saved,
-                    call,
-                    SELF_OUTPUT,
-                    writer,
+                    dropped, dresidual, dnormed, dsum, "out_bias", "cross_norm", SELF_OUTPUT, run
                 )
-                self_attention_bwd(dnormed, dprojected, saved.self_norm_out, p, saved, call, writer, scratch, False)
-                residual.norm_bwd(dx, dnormed, dresidual, x, p, "self_norm", saved, call, writer)
+                self_attention_bwd(dnormed, dprojected, saved.self_norm_out, run, False)
+                residual.norm_bwd(dx, dnormed, dresidual, x, "self_norm", run)
             else:
+                dprojected = residual.add_norm_bwd(dropped, dsum, dy, None, "fc2_bias", "final_norm", FFN_OUTPUT, run)
+                feed_forward_bwd(dsum, dprojected, saved.cross_norm_out, run, True)
                 dprojected = residual.add_norm_bwd(
-                    dropped, dsum, dy, None, "fc2_bias", p, "final_norm", saved, call, FFN_OUTPUT, writer
+                    dropped, dresidual, dsum, None, "cross_out_bias", "cross_norm", CROSS_OUTPUT, run
                 )
-                feed_forward_bwd(dsum, dprojected, saved.cross_norm_out, p, saved, call, writer, scratch, True)
+                cross_attention_bwd(dresidual, dkv_slice, dprojected, saved.self_norm_out, kv, run, True)
                 dprojected = residual.add_norm_bwd(
-                    dropped,
-                    dresidual,
-                    dsum,
-                    None,
-                    "cross_out_bias",
-                    p,
-                    "cross_norm",
-                    saved,
-                    call,
-                    CROSS_OUTPUT,
-                    writer,
+                    dropped, dx, dresidual, None, "out_bias", "self_norm", SELF_OUTPUT, run
                 )
-                cross_attention_bwd(
-                    dresidual, dkv_slice, dprojected, saved.self_norm_out, kv, p, saved, call, writer, scratch, True
-                )
-                dprojected = residual.add_norm_bwd(
-                    dropped, dx, dresidual, None, "out_bias", p, "self_norm", saved, call, SELF_OUTPUT, writer
-                )
-                self_attention_bwd(dx, dprojected, x, p, saved, call, writer, scratch, True)
+                self_attention_bwd(dx, dprojected, x, run, True)
             if dkv is not None:
                 dkv = finish_slice(dkv, dkv_slice, columns)
         return None, None, dx if ctx.needs_input_grad[2] else None, dkv, *writer.finish()

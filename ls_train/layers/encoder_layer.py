@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train.layers import modules, residual
 from ls_train.layers.attention import self_attention_bwd, self_attention_fields, self_attention_fwd
-from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call, backward_scratch, backward_sums, forward_scratch
+from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call, Pass, backward_scratch, backward_sums, forward_scratch
 from ls_train.layers.config import LayerConfig, from_preset
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
 from ls_train.layers.gradients import GradientWriter
@@ -71,24 +71,19 @@ class EncoderLayerFunction(torch.autograd.Function):
         with workspace(x, forward_scratch(*x.shape, ffn_dim, x.itemsize, 0 if save else layout.size)) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
             saved = layout.views(block)
+            run = Pass(call, p, saved, scratch)
             projected = scratch.take(x.shape, x.dtype)
             if call.normalize_before:
-                residual.norm_fwd(saved.self_norm_out, x, p, "self_norm", saved, call)
-                self_attention_fwd(projected, saved.self_norm_out, p, saved, call)
-                residual.add_norm_fwd(
-                    saved.final_norm_out, projected, p.out_bias, x, p, "final_norm", saved, call, SELF_OUTPUT
-                )
-                feed_forward_fwd(projected, saved.final_norm_out, p, saved, call, scratch)
-                residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, call, FFN_OUTPUT)
+                residual.norm_fwd(saved.self_norm_out, x, "self_norm", run)
+                self_attention_fwd(projected, saved.self_norm_out, run)
+                residual.add_norm_fwd(saved.final_norm_out, projected, p.out_bias, x, "final_norm", SELF_OUTPUT, run)
+                feed_forward_fwd(projected, saved.final_norm_out, run)
+                residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, FFN_OUTPUT, run)
             else:
-                self_attention_fwd(projected, x, p, saved, call)
-                residual.add_norm_fwd(
-                    saved.self_norm_out, projected, p.out_bias, x, p, "self_norm", saved, call, SELF_OUTPUT
-                )
-                feed_forward_fwd(projected, saved.self_norm_out, p, saved, call, scratch)
-                residual.add_norm_fwd(
-                    y, projected, p.fc2_bias, saved.self_norm_out, p, "final_norm", saved, call, FFN_OUTPUT
-                )
+                self_attention_fwd(projected, x, run)
+                residual.add_norm_fwd(saved.self_norm_out, projected, p.out_bias, x, "self_norm", SELF_OUTPUT, run)
+                feed_forward_fwd(projected, saved.self_norm_out, run)
+                residual.add_norm_fwd(y, projected, p.fc2_bias, saved.self_norm_out, "final_norm", FFN_OUTPUT, run)
         if save:
             ctx.call, ctx.layout = call, layout
             ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
@@ -108,25 +103,22 @@ class EncoderLayerFunction(torch.autograd.Function):
         with workspace(x, backward_scratch(*x.shape, ffn_dim, x.itemsize, sums, buffers)) as scratch:
             sums = scratch.take((sums,), torch.float32)
             writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[3:], sums)
+            run = Pass(call, p, saved, scratch, writer)
             dropped, dsum = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
             if call.normalize_before:
                 dnormed = scratch.take(x.shape, x.dtype)
-                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", call, FFN_OUTPUT, writer)
-                feed_forward_bwd(dnormed, dprojected, saved.final_norm_out, p, saved, call, writer, scratch, False)
+                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", FFN_OUTPUT, run)
+                feed_forward_bwd(dnormed, dprojected, saved.final_norm_out, run, False)
                 dprojected = residual.add_norm_bwd(
-                    dropped, dsum, dnormed, dy, "out_bias", p, "final_norm", saved, call, SELF_OUTPUT, writer
+                    dropped, dsum, dnormed, dy, "out_bias", "final_norm", SELF_OUTPUT, run
                 )
-                self_attention_bwd(dnormed, dprojected, saved.self_norm_out, p, saved, call, writer, scratch, False)
-                residual.norm_bwd(dx, dnormed, dsum, x, p, "self_norm", saved, call, writer)
+                self_attention_bwd(dnormed, dprojected, saved.self_norm_out, run, False)
+                residual.norm_bwd(dx, dnormed, dsum, x, "self_norm", run)
             else:
-                dprojected = residual.add_norm_bwd(
-                    dropped, dsum, dy, None, "fc2_bias", p, "final_norm", saved, call, FFN_OUTPUT, writer
-                )
-                feed_forward_bwd(dsum, dprojected, saved.self_norm_out, p, saved, call, writer, scratch, True)
-                dprojected = residual.add_norm_bwd(
-                    dropped, dx, dsum, None, "out_bias", p, "self_norm", saved, call, SELF_OUTPUT, writer
-                )
-                self_attention_bwd(dx, dprojected, x, p, saved, call, writer, scratch, True)
+                dprojected = residual.add_norm_bwd(dropped, dsum, dy, None, "fc2_bias", "final_norm", FFN_OUTPUT, run)
+                feed_forward_bwd(dsum, dprojected, saved.self_norm_out, run, True)
+                dprojected = residual.add_norm_bwd(dropped, dx, dsum, None, "out_bias", "self_norm", SELF_OUTPUT, run)
+                self_attention_bwd(dx, dprojected, x, run, True)
         return None, None, dx if ctx.needs_input_grad[2] else None, *writer.finish()
 
 

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ls_train.layers.call import ACTIVATION, Call
-from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.call import ACTIVATION, Call, Pass
 from ls_train.layers.linear import project_gradient
-from ls_train.memory import Workspace
 from ls_train.ops.bias_activation_dropout import saves_output
 
 ops = torch.ops.ls_train
 
 
-def feed_forward_fwd(
-    y: Tensor, x: Tensor, parameters: NamedTuple, saved: SimpleNamespace, call: Call, scratch: Workspace
-) -> None:
+def feed_forward_fwd(y: Tensor, x: Tensor, run: Pass) -> None:
     """Write the feed-forward block of ``x`` (N, C), without output bias, into ``y``.
 
     For relu ``saved.hidden`` is the activation's output, otherwise its input (the output is computed again).
     """
-    p = parameters
+    call, p, saved, scratch, _ = run
     with scratch:
         inner = scratch.take(saved.hidden.shape, x.dtype)
         before, after = (inner, saved.hidden) if saves_output(call.activation) else (saved.hidden, inner)
@@ -33,19 +26,9 @@ def feed_forward_fwd(
         torch.mm(after, p.fc2_weight.t(), out=y)
 
 
-def feed_forward_bwd(
-    dx: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    parameters: NamedTuple,
-    saved: SimpleNamespace,
-    call: Call,
-    writer: GradientWriter,
-    scratch: Workspace,
-    accumulate: bool,
-) -> None:
+def feed_forward_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate: bool) -> None:
     """Write (or add, with ``accumulate``) the gradient of :func:`feed_forward_fwd`'s input into ``dx``."""
-    p = parameters
+    call, p, saved, scratch, writer = run
     shape = saved.hidden.shape
     with scratch:
         dhidden = scratch.take(shape, x.dtype)

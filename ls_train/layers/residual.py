@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ls_train.layers.call import Call
+from ls_train.layers.call import Pass
 from ls_train.layers.gradients import GradientWriter
 from ls_train.memory import Field
 
@@ -22,26 +20,23 @@ def norm_fields(name: str, embed_dim: int, outputs: tuple[str, ...]) -> tuple[Fi
     return (*matrices, Field(f"{name}_mean", 0, True), Field(f"{name}_rstd", 0, True))
 
 
-def norm_fwd(y: Tensor, x: Tensor, parameters: NamedTuple, name: str, saved: SimpleNamespace, call: Call) -> None:
+def norm_fwd(y: Tensor, x: Tensor, name: str, run: Pass) -> None:
     """Write layer norm ``name`` of ``x`` into ``y`` and its statistics into the saved block."""
-    weight, bias = getattr(parameters, f"{name}_weight"), getattr(parameters, f"{name}_bias")
     ops.layer_norm_fwd(
-        y, getattr(saved, f"{name}_mean"), getattr(saved, f"{name}_rstd"), x, weight, bias, call.rows, call.eps
+        y,
+        getattr(run.saved, f"{name}_mean"),
+        getattr(run.saved, f"{name}_rstd"),
+        x,
+        getattr(run.parameters, f"{name}_weight"),
+        getattr(run.parameters, f"{name}_bias"),
+        run.call.rows,
+        run.call.eps,
     )
 
 
-def norm_bwd(
-    dx: Tensor,
-    dy: Tensor,
-    dresidual: Tensor,
-    x: Tensor,
-    parameters: NamedTuple,
-    name: str,
-    saved: SimpleNamespace,
-    call: Call,
-    writer: GradientWriter,
-) -> None:
+def norm_bwd(dx: Tensor, dy: Tensor, dresidual: Tensor, x: Tensor, name: str, run: Pass) -> None:
     """Write the gradient of layer norm ``name``'s input plus ``dresidual`` into ``dx``."""
+    call, parameters, saved, writer = run.call, run.parameters, run.saved, run.writer
     (dweight, dbias), add = writer.open((f"{name}_weight",), (f"{name}_bias",), always=True)
     ops.layer_norm_bwd(
         dx,
@@ -59,13 +54,15 @@ def norm_bwd(
     )
 
 
-def add_fwd(y: Tensor, x: Tensor, bias: Tensor, residual: Tensor, call: Call, site: int) -> None:
+def add_fwd(y: Tensor, x: Tensor, bias: Tensor, residual: Tensor, site: int, run: Pass) -> None:
     """Write ``residual + dropout(x + bias)`` into ``y``."""
+    call = run.call
     ops.bias_dropout_add_fwd(y, x, bias, residual, call.seed, call.rows, call.dropout, call.offset + site)
 
 
-def add_bwd(dx: Tensor, dy: Tensor, bias: str, call: Call, site: int, writer: GradientWriter) -> Tensor:
+def add_bwd(dx: Tensor, dy: Tensor, bias: str, site: int, run: Pass) -> Tensor:
     """Return the gradient of :func:`add_fwd`'s ``x``: written to ``dx``, or ``dy`` itself without dropout."""
+    call, writer = run.call, run.writer
     (dbias,), add = writer.open((bias,))
     dropped = call.dropout > 0
     if dropped or dbias is not None:
@@ -83,18 +80,9 @@ def add_bwd(dx: Tensor, dy: Tensor, bias: str, call: Call, site: int, writer: Gr
     return dx if dropped else dy
 
 
-def add_norm_fwd(
-    y: Tensor,
-    x: Tensor,
-    bias: Tensor,
-    residual: Tensor,
-    parameters: NamedTuple,
-    name: str,
-    saved: SimpleNamespace,
-    call: Call,
-    site: int,
-) -> None:
+def add_norm_fwd(y: Tensor, x: Tensor, bias: Tensor, residual: Tensor, name: str, site: int, run: Pass) -> None:
     """Write the sum ``residual + dropout(x + bias)`` into the saved block and its layer norm ``name`` into ``y``."""
+    call, parameters, saved = run.call, run.parameters, run.saved
     ops.bias_dropout_add_layer_norm_fwd(
         y,
         getattr(saved, f"{name}_sum"),
@@ -119,12 +107,9 @@ def add_norm_bwd(
     dy: Tensor,
     dsum: Tensor | None,
     bias: str,
-    parameters: NamedTuple,
     name: str,
-    saved: SimpleNamespace,
-    call: Call,
     site: int,
-    writer: GradientWriter,
+    run: Pass,
 ) -> Tensor:
     """Write the gradient of :func:`add_norm_fwd`'s residual into ``dresidual`` and return that of its ``x``.
 
@@ -134,6 +119,7 @@ def add_norm_bwd(
         dsum: gradient that reaches the sum by another path, or None.
         bias: name of the bias parameter.
     """
+    call, parameters, saved, writer = run.call, run.parameters, run.saved, run.writer
     (dweight, dnorm_bias, dbias), add = writer.open((f"{name}_weight",), (f"{name}_bias",), (bias,), always=True)
     dropped = call.dropout > 0
     ops.bias_dropout_add_layer_norm_bwd(
