@@ -7,6 +7,9 @@ and the EMA interval count in memory only; they go under the same key of ``extra
 
 Dropout needs nothing: fairseq seeds torch's generator before every update from the seed and the number of updates, and
 the layers draw their own seed from that generator alone.
+
+Batches: fairseq orders the sentences once, by the seed and the epoch in which the run starts, and keeps the batches. A
+run that is continued in a later epoch would order them by that epoch; the first one goes with the run's counters.
 """
 
 from __future__ import annotations
@@ -31,10 +34,13 @@ SCALER_COUNTERS = (
 
 
 def install() -> None:
-    """Let fairseq's mixed-precision optimizers save and restore everything; a second call does nothing."""
+    """Let fairseq's trainer and mixed-precision optimizers restore everything; a second call does nothing."""
     from fairseq.optim import AMPOptimizer
     from fairseq.optim import fp16_optimizer as fp16
+    from fairseq.trainer import Trainer
 
+    if not hasattr(Trainer.get_train_iterator, "complete"):
+        Trainer.get_train_iterator = _batching_as_before(Trainer.get_train_iterator)
     for kind in (fp16._FP16OptimizerMixin, fp16._MemoryEfficientFP16OptimizerMixin, AMPOptimizer):
         if not hasattr(kind.load_state_dict, "complete"):
             kind.state_dict = _saving(kind.state_dict)
@@ -54,6 +60,20 @@ def _restoring(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     def complete(self: Any, state: dict[str, Any], optimizer_overrides: dict[str, Any] | None = None) -> None:
         load_state_dict(self, state, optimizer_overrides)
         restore_optimizer_extras(self, state.get(KEY, {}))
+
+    complete.complete = True
+    return complete
+
+
+def _batching_as_before(get_train_iterator: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(get_train_iterator)
+    def complete(self: Any, epoch: int, *args: Any, **kwargs: Any) -> Any:
+        # Whoever asks for an iterator to restore then sets its epoch.
+        first = vars(self).pop("restored_batches_epoch", epoch)
+        iterator = get_train_iterator(self, first, *args, **kwargs)
+        vars(iterator).setdefault("batches_epoch", first)
+        self.train_batches = iterator
+        return iterator
 
     complete.complete = True
     return complete
@@ -111,11 +131,20 @@ def run_extras(trainer: Any) -> dict[str, Any]:
     plateau = _plateau(trainer)
     if plateau is not None:
         extras["plateau"] = {name: getattr(plateau, name) for name in ("num_bad_epochs", "cooldown_counter")}
+    batches = getattr(trainer, "train_batches", None)
+    if batches is not None and _are_kept(trainer.task, batches):
+        extras["batches_epoch"] = batches.batches_epoch
     if trainer.cfg.ema.store_ema:
         extras["ema_counter"] = trainer.ema.update_freq_counter
     if hasattr(trainer, "_amp_retries"):
         extras["amp_retries"] = trainer._amp_retries
     return extras
+
+
+def _are_kept(task: Any, batches: Any) -> bool:
+    """Return whether later epochs have the same batches, in another order."""
+    is_cached = any(batches is kept for kept in task.dataset_to_epoch_iter.values())
+    return is_cached and not callable(batches.batch_sampler)
 
 
 def restore_run_extras(trainer: Any, extras: dict[str, Any], reset_lr_scheduler: bool) -> None:
@@ -126,6 +155,8 @@ def restore_run_extras(trainer: Any, extras: dict[str, Any], reset_lr_scheduler:
     plateau = _plateau(trainer)
     if plateau is not None and not reset_lr_scheduler:
         vars(plateau).update(extras.get("plateau", {}))
+    if "batches_epoch" in extras and not trainer.cfg.checkpoint.reset_dataloader:
+        trainer.restored_batches_epoch = extras["batches_epoch"]
     if trainer.cfg.ema.store_ema and "ema_counter" in extras:
         trainer.ema.update_freq_counter = extras["ema_counter"]
     if hasattr(trainer, "_amp_retries") and "amp_retries" in extras:

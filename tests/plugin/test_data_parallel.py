@@ -1,0 +1,135 @@
+"""Two ranks on the CPU equal one process with twice the ``--update-freq``, whatever the shards look like.
+
+The training set is so small that epochs end after two updates: five batches make a group of four and a group of one, in
+which the second rank has an empty shard and repeats a dummy batch. Ranks are forks that meet through a file.
+"""
+
+import hashlib
+import re
+
+import pytest
+import torch
+
+from fairseq_plugin import checkpoint_io, cli
+from tests.plugin.checkpoint_bits import assert_same_bits
+from tests.plugin.training_log import losses, precise
+
+UPDATES = 5
+
+
+def watched(main):
+    """Return ``main`` that prints for each update whether gradients are direct, and its parameters' hash after it."""
+
+    def run():
+        import fairseq_cli.train
+
+        trainers = []
+        kind, backward = fairseq_cli.train.Trainer, torch.Tensor.backward
+        step = kind.train_step
+
+        def train_step(self, *args, **kwargs):
+            trainers[:] = [self]
+            output = step(self, *args, **kwargs)
+            bits = b"".join(parameter.detach().numpy().tobytes() for parameter in self.model.parameters())
+            print(f"parameters: {hashlib.sha256(bits).hexdigest()}", flush=True)
+            return output
+
+        def spied_backward(*args, **kwargs):
+            print("direct gradients:", getattr(trainers[0].optimizer.optimizer, "direct_grads", False))
+            return backward(*args, **kwargs)
+
+        kind.train_step, torch.Tensor.backward = train_step, spied_backward
+        return precise(main)()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def arguments(train_arguments):
+    """60 sentence pairs in batches of 12."""
+    return [
+        *(*train_arguments, "--train-subset", "valid", "--batch-size", 12, "--lr", 5e-3, "--clip-norm", 1),
+        *("--dropout", 0, "--max-update", UPDATES, "--log-format", "json", "--log-interval", 1),
+        # With the usual 1e-8 Adam makes a full step of the rounding noise in gradients that are zero (k_proj.bias).
+        *("--adam-eps", 1e-5, "--no-epoch-checkpoints", "--seed", 7),
+    ]
+
+
+@pytest.fixture
+def two_ranks(run_cli, tmp_path):
+    """Run a training on two ranks; return their outputs."""
+
+    def run(name: str, *options: object) -> list[str]:
+        meeting = tmp_path / f"{name}.meeting"
+        common = ["--distributed-world-size", 2, "--distributed-backend", "gloo", "--distributed-no-spawn"]
+        common += ["--distributed-init-method", meeting.as_uri(), "--save-dir", tmp_path / name]
+        jobs = [run_cli.start(watched(cli.train), *options, *common, "--distributed-rank", rank) for rank in range(2)]
+        return [job.wait(150).check().out for job in jobs]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(run_cli, arguments, tmp_path_factory):
+    """One process with ``--update-freq 4``, by optimizer: losses and final parameters."""
+    folder = tmp_path_factory.mktemp("alone")
+    jobs = {
+        optimizer: run_cli.start(
+            watched(cli.train),
+            *(*arguments, "--optimizer", optimizer, "--update-freq", 4),
+            *("--save-dir", folder / optimizer, "--disable-validation"),
+        )
+        for optimizer in ("ls_adam", "adam")
+    }
+    return {name: (losses(job.wait(150).check().out), parameters(folder / name)) for name, job in jobs.items()}
+
+
+def parameters(folder) -> dict[str, torch.Tensor]:
+    model = checkpoint_io.read(str(folder / "checkpoint_last.pt"))["model"]
+    return {name: tensor for name, tensor in model.items() if not name.endswith("version")}
+
+
+def furthest(found, expected) -> float:
+    """Return the largest distance of a tensor from the expected one, relative to its norm."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "backend, optimizer", [("c10d", "ls_adam"), ("legacy_ddp", "ls_adam"), ("c10d", "adam"), ("legacy_ddp", "adam")]
+)
+def test_equals_one_process(two_ranks, arguments, alone, tmp_path, backend, optimizer):
+    """Uneven last groups and dummy batches; both ranks hold the same bits after every update."""
+    options = ["--update-freq", 2, "--ddp-backend", backend, "--optimizer", optimizer, "--disable-validation"]
+    outputs = two_ranks("save", *arguments, *options)
+    expected_losses, expected = alone[optimizer]
+    assert len(expected_losses) == UPDATES
+    assert expected_losses[-1] < expected_losses[0] - 0.5
+    assert losses(outputs[0]) == pytest.approx(expected_losses, rel=1e-5)
+    assert furthest(parameters(tmp_path / "save"), expected) < 1e-5
+    first, second = (re.findall(r"^parameters: (\w+)$", out, re.MULTILINE) for out in outputs)
+    assert len(set(first)) == UPDATES
+    assert first == second
+    if backend == "c10d":
+        # DistributedDataParallel learns of a gradient from autograd, which sees none that a layer writes in place.
+        assert set(re.findall(r"^direct gradients: (\w+)$", outputs[0], re.MULTILINE)) == {"False"}
+
+
+def test_empty_shard(two_ranks, run_cli, arguments, tmp_path):
+    """All sentences in one batch: the second rank has none, neither to train on nor to validate."""
+    options = [*arguments, "--batch-size", 100, "--max-tokens", 4000, "--max-update", 2, "--no-save"]
+    expected = run_cli(precise(cli.train), *options, "--save-dir", tmp_path / "alone").check().out
+    found = two_ranks("save", *options)[0]
+    for tag in ("train_inner", "valid"):
+        assert len(losses(expected, tag)) == 2
+        assert losses(found, tag) == pytest.approx(losses(expected, tag), rel=1e-5)
+
+
+def test_resume(two_ranks, arguments, tmp_path):
+    """Two ranks that start again within an epoch, dropout on, end with the bits of two that did not stop."""
+    options = [*arguments, "--update-freq", 2, "--dropout", 0.2, "--attention-dropout", 0.1, "--disable-validation"]
+    whole = two_ranks("whole", *options, "--save-interval-updates", 3)
+    (middle,) = (tmp_path / "whole").glob("checkpoint_*_3.pt")
+    rest = two_ranks("rest", *options, "--restore-file", middle)
+    assert losses(rest[0]) == losses(whole[0])[3:]
+    assert_same_bits(tmp_path / "whole" / "checkpoint_last.pt", tmp_path / "rest" / "checkpoint_last.pt")
