@@ -53,13 +53,15 @@ class TestReferencePath:
         with pytest.raises(ValueError, match="supports_packed_features"):
             model(**batch()["net_input"], packed_features=True)
 
-    def test_defaults_log_nothing(self, caplog):
-        with caplog.at_level(logging.INFO):
-            for arch in ("ls_transformer_tiny", "ls_transformer_iwslt_de_en"):
-                torch.manual_seed(1)
-                words = dictionary(20)
-                models.build_model(argparse.Namespace(arch=arch), Task(words, words))
-        assert "ls_transformer:" not in caplog.text
+    @pytest.mark.parametrize("arch", [name for name in ARCH_CONFIG_REGISTRY if name.startswith("ls_transformer")])
+    def test_default_recipes_need_none(self, arch):
+        """No architecture takes the reference path by default, but for the models with adaptive input and softmax."""
+        args = argparse.Namespace()
+        ARCH_CONFIG_REGISTRY[arch](args)
+        cfg = TransformerConfig.from_namespace(args)
+        adaptive = ["--adaptive-softmax-cutoff"] if "wiki103" in arch or "gbw" in arch else []
+        assert model_options.encoder_reasons(cfg) == []
+        assert model_options.decoder_reasons(cfg) == adaptive
 
 
 class TestOptions:

@@ -33,7 +33,7 @@ def close(ours: list[float], fairseqs: list[float], tolerance: float = 1e-4) -> 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, run_cli, plain, data_bin):
-    """50 updates of each side; the smoothed log values have three digits, so losses are also read from the meters."""
+    """50 updates of each side, logged with all digits."""
     folder = tmp_path_factory.mktemp("parity")
     extra = ["--update-freq", 2, "--clip-norm", 1, "--max-update", UPDATES, "--encoder-normalize-before"]
     jobs = {}
