@@ -250,6 +250,7 @@ class LSTrainer(FairseqTrainer):
         return [group["lr"] for group in self._fused.param_groups]
 
     def _save_crash(self) -> None:
+        self.consolidate_optimizer()
         self.save_checkpoint(os.path.join(self.cfg.checkpoint.save_dir, "crash.pt"), {})
 
     def _find_nan(self, samples: Sequence[Any]) -> None:

@@ -242,6 +242,13 @@ class TestBothWays:
             logits(out, data_bin), logits(runs / "ours/checkpoint_last.pt", data_bin), atol=1e-5, rtol=1e-5
         )
 
+    def test_ensemble(self, runs, run_cli, data_bin):
+        """fairseq's and ours together; a truncated member is named."""
+        paths = [runs / side / "checkpoint_last.pt" for side in ("fairseq", "ours")]
+        command = [data_bin, "--cpu", "--beam", 2, "--max-len-b", 5, "--gen-subset", "valid", "--quiet"]
+        log = run_cli(cli.generate, *command, "--path", ":".join(map(str, paths))).check().out
+        assert "Translated 60 sentences" in log or "Translated 5" in log
+
     def test_export_refuses(self, runs, tmp_path, capsys):
         last = str(runs / "ours/checkpoint_last.pt")
         before = Path(last).read_bytes()
