@@ -59,7 +59,7 @@ class TestReferencePath:
         args = argparse.Namespace()
         ARCH_CONFIG_REGISTRY[arch](args)
         cfg = TransformerConfig.from_namespace(args)
-        adaptive = ["--adaptive-softmax-cutoff"] if "wiki103" in arch or "gbw" in arch else []
+        adaptive = ["--adaptive-softmax-cutoff"] if "wiki103" in arch else []
         assert model_options.encoder_reasons(cfg) == []
         assert model_options.decoder_reasons(cfg) == adaptive
 
