@@ -17,11 +17,11 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
                                        const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
                                        Activation activation) {
   const TileWalk walk = tile_walk<kWidth>();
-  if (walk.column >= columns) return;
-  const int64_t used = used_rows(rows, n);
+  const bool inside = walk.column < columns;
+  const int64_t used = inside ? used_rows(rows, n) : 0;
   const DropoutKey key = dropout_key(dropout);
   float add[kWidth] = {};
-  if (bias != nullptr) load_floats(bias + walk.column, add);
+  if (bias != nullptr && inside) load_floats(bias + walk.column, add);
   for (int64_t first = walk.first; first < n; first += walk.step * kTileRows) {
     Pack<T, kWidth> values[kTileRows];
 #pragma unroll
@@ -29,17 +29,18 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
       const int64_t row = first + r * walk.step;
       if (row < used) values[r] = load_streaming<kWidth>(x + row * columns + walk.column);
     }
+    const TileDropout<kWidth, kTileRows> dropped(key, walk, first);
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
       const int64_t row = first + r * walk.step;
-      if (row >= n) break;
+      if (row >= n || !inside) break;
       keep_packed(values[r]);
       float v[kWidth] = {};
       if (row < used) {
         unpack(values[r], v);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) v[i] = activate<T>(v[i] + add[i], activation);
-        drop(v, key, row, walk.column);
+        dropped.apply(v, r, row, walk.column);
       }
       store(y + row * columns + walk.column, pack_floats<T>(v));
     }
@@ -55,12 +56,13 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   __shared__ float scratch[kTileThreads * kWidth];
   constexpr int kRows = kTileRows / 2;  // two input tensors
   const TileWalk walk = tile_walk<kWidth>();
-  const int64_t used = used_rows(rows, n);
+  const bool inside = walk.column < columns;
+  const int64_t used = inside ? used_rows(rows, n) : 0;
   const bool relu = activation == Activation::kRelu;
   const DropoutKey key = relu ? DropoutKey{} : dropout_key(dropout);
   float add[kWidth] = {}, dbias[1][kWidth] = {};
-  if (bias != nullptr && walk.column < columns) load_floats(bias + walk.column, add);
-  for (int64_t first = walk.first; walk.column < columns && first < n; first += walk.step * kRows) {
+  if (bias != nullptr && inside) load_floats(bias + walk.column, add);
+  for (int64_t first = walk.first; first < n; first += walk.step * kRows) {
     Pack<T, kWidth> grads[kRows], values[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -71,10 +73,11 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
         values[r] = load_streaming<kWidth>(saved + row * columns + walk.column);
       }
     }
+    const TileDropout<kWidth, kRows> dropped(key, walk, first);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = first + r * walk.step;
-      if (row >= n) break;
+      if (row >= n || !inside) break;
       keep_packed(grads[r]);
       keep_packed(values[r]);
       float d[kWidth], v[kWidth];
@@ -85,7 +88,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) d[i] = v[i] > 0.f ? d[i] * dropout.scale : 0.f;
       } else {
-        drop(d, key, row, walk.column);
+        dropped.apply(d, r, row, walk.column);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) d[i] *= activation_gradient<T>(v[i] + add[i], activation);
       }

@@ -17,11 +17,11 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
                                 const T* __restrict__ residual, const int32_t* __restrict__ rows, int64_t n,
                                 int columns, const Dropout dropout) {
   const TileWalk walk = tile_walk<kWidth>();
-  if (walk.column >= columns) return;
-  const int64_t used = used_rows(rows, n);
+  const bool inside = walk.column < columns;
+  const int64_t used = inside ? used_rows(rows, n) : 0;
   const DropoutKey key = dropout_key(dropout);
   float add[kWidth] = {};
-  if (bias != nullptr) load_floats(bias + walk.column, add);
+  if (bias != nullptr && inside) load_floats(bias + walk.column, add);
   for (int64_t first = walk.first; first < n; first += walk.step * kTileRows) {
     Pack<T, kWidth> values[kTileRows], residuals[kTileRows];
 #pragma unroll
@@ -33,10 +33,11 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
         if (residual != nullptr) residuals[r] = load_streaming<kWidth>(residual + row * columns + walk.column);
       }
     }
+    const TileDropout<kWidth, kTileRows> dropped(key, walk, first);
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
       const int64_t row = first + r * walk.step;
-      if (row >= n) break;
+      if (row >= n || !inside) break;
       keep_packed(values[r]);
       keep_packed(residuals[r]);
       float v[kWidth] = {};
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
         unpack(values[r], v);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) v[i] += add[i];
-        drop(v, key, row, walk.column);
+        dropped.apply(v, r, row, walk.column);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) v[i] += to_float(residuals[r].v[i]);
       }
@@ -59,24 +60,26 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
                                 const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout) {
   __shared__ float scratch[kTileThreads * kWidth];
   const TileWalk walk = tile_walk<kWidth>();
-  const int64_t used = used_rows(rows, n);
+  const bool inside = walk.column < columns;
+  const int64_t used = inside ? used_rows(rows, n) : 0;
   const DropoutKey key = dropout_key(dropout);
   float dbias[1][kWidth] = {};
-  for (int64_t first = walk.first; walk.column < columns && first < n; first += walk.step * kTileRows) {
+  for (int64_t first = walk.first; first < n; first += walk.step * kTileRows) {
     Pack<T, kWidth> values[kTileRows];
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
       const int64_t row = first + r * walk.step;
       values[r] = row < used ? load_streaming<kWidth>(dy + row * columns + walk.column) : zero_pack<T, kWidth>();
     }
+    const TileDropout<kWidth, kTileRows> dropped(key, walk, first);
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
       const int64_t row = first + r * walk.step;
-      if (row >= n) break;
+      if (row >= n || !inside) break;
       keep_packed(values[r]);
       float d[kWidth];
       unpack(values[r], d);
-      drop(d, key, row, walk.column);
+      dropped.apply(d, r, row, walk.column);
       if (dx != nullptr) store(dx + row * columns + walk.column, pack_floats<T>(d));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];

@@ -89,6 +89,26 @@ __device__ __forceinline__ void drop(float (&x)[kWidth], const DropoutKey& key, 
   for (int i = 0; i < kWidth; ++i) x[i] = keep[i] ? x[i] * key.scale : 0.f;
 }
 
+// Decisions for rows that cannot be moved in packs, where element k of lane l is column first(k) + l of row(k) and
+// first(k) is a multiple of 8: bit k of the result. Lane 4k + o calls the generator for the o-th eight lanes of element
+// k, so a warp needs one call for eight elements as packs do. All lanes of the warp must call it.
+template <int kCount, class Row, class First>
+__device__ __forceinline__ uint32_t keep_across(const DropoutKey& key, int lane, Row&& row, First&& first) {
+  static_assert(kCount <= 8, "a warp decides eight elements a lane");
+  uint32_t decisions = 0;
+  if (lane < 4 * kCount) {
+    const Keep8 keep = keep8(key, row(lane / 4), static_cast<uint32_t>(first(lane / 4) / 8 + lane % 4));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) decisions |= static_cast<uint32_t>(keep[i]) << i;
+  }
+  uint32_t kept = 0;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    kept |= (__shfl_sync(0xffffffffu, decisions, 4 * k + lane / 8) >> (lane % 8) & 1u) << k;
+  }
+  return kept;
+}
+
 // Attention: lane 2t + i of the result decides key position 32 * block + 8 * t + 2 * quad + i, with 0 <= quad, t < 4
 // and i < 2. These are the accumulator columns of lane `quad` of a tensor-core row in four neighbouring 8-wide tiles.
 __device__ __forceinline__ Keep8 keep8_attention(const DropoutKey& key, int64_t row, int head, int block, int quad) {

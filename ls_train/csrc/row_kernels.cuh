@@ -76,6 +76,31 @@ __device__ __forceinline__ TileWalk tile_walk() {
           static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) * kWidth)};
 }
 
+// Dropout of kRows rows first, first + step, ... of a tile. All threads of the block must construct it.
+template <int kWidth, int kRows>
+class TileDropout {
+ public:
+  __device__ __forceinline__ TileDropout(const DropoutKey& key, const TileWalk& walk, int64_t first) : key_(key) {
+    if (kWidth > 1 || !key.active() || blockDim.x != kWarp) return;
+    kept_ = keep_across<kRows>(
+        key, static_cast<int>(threadIdx.x), [&](int r) { return first + r * walk.step; },
+        [&](int) { return walk.column - static_cast<int>(threadIdx.x); });
+  }
+
+  // r: which of the rows; a compile-time constant.
+  __device__ __forceinline__ void apply(float (&x)[kWidth], int r, int64_t row, int column) const {
+    if (kWidth > 1 || blockDim.x != kWarp) {
+      drop(x, key_, row, column);
+    } else if (key_.active()) {
+      x[0] = kept_ >> r & 1u ? x[0] * key_.scale : 0.f;
+    }
+  }
+
+ private:
+  const DropoutKey& key_;
+  uint32_t kept_ = 0;
+};
+
 // ---------------------------------------------------------------------------------------------------------------
 // Column sums
 

@@ -48,6 +48,22 @@ struct RowWalk {
 
   __device__ __forceinline__ int chunk() const { return kPacks * lanes * kWidth; }
   __device__ __forceinline__ int column(int first, int k) const { return first + (k * lanes + lane) * kWidth; }
+
+  // Decisions about one element a pack for whole warps of one row; see keep_across.
+  __device__ __forceinline__ uint32_t kept(const DropoutKey& key, int first) const {
+    if (kWidth > 1 || !key.active() || lanes < kWarp) return 0;
+    return keep_across<kPacks>(
+        key, lane % kWarp, [&](int) { return row; }, [&](int k) { return column(first, k) - lane % kWarp; });
+  }
+
+  __device__ __forceinline__ void drop_pack(float (&x)[kWidth], const DropoutKey& key, uint32_t kept, int k,
+                                            int column) const {
+    if (kWidth > 1 || lanes < kWarp) {
+      drop(x, key, row, column);
+    } else if (key.active()) {
+      x[0] = kept >> k & 1u ? x[0] * key.scale : 0.f;
+    }
+  }
 };
 
 template <class T, int kWidth, int kPacks>
@@ -110,19 +126,19 @@ __global__ void __launch_bounds__(kMaxLanes) softmax_dropout_fwd_kernel(const So
     }
   }
   group_reduce<Sum>(total, linear_thread(), walk.lanes, scratch);
-  if (!live) return;
   const float scale = total[0] > 0.f ? 1.f / total[0] : total[0];  // NaN stays NaN
   for (int first = 0; first < a.keys; first += walk.chunk()) {
     if (!one_chunk) fill(first);
+    const uint32_t kept = walk.kept(key, first);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int c = walk.column(first, k);
-      if (c >= a.keys) continue;
+      if (!live || c >= a.keys) continue;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v[k][i] = (one_chunk ? v[k][i] : __expf(v[k][i] - shift)) * scale;
       store(a.probs + base + c, pack_floats<T>(v[k]));
       if (a.y != nullptr) {
-        drop(v[k], key, walk.row, c);
+        walk.drop_pack(v[k], key, kept, k, c);
         store(a.y + base + c, pack_floats<T>(v[k]));
       }
     }
@@ -151,11 +167,12 @@ __global__ void __launch_bounds__(kMaxLanes) softmax_dropout_bwd_kernel(const So
         probs[k] = load_streaming<kWidth>(a.probs + base + c);
       }
     }
+    const uint32_t kept = walk.kept(key, first);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int c = walk.column(first, k);
       unpack(grads[k], d[k]);
-      if (c < a.keys) drop(d[k], key, walk.row, c);
+      if (c < a.keys) walk.drop_pack(d[k], key, kept, k, c);
     }
   };
 
@@ -169,13 +186,12 @@ __global__ void __launch_bounds__(kMaxLanes) softmax_dropout_bwd_kernel(const So
     }
   }
   group_reduce<Sum>(total, linear_thread(), walk.lanes, scratch);
-  if (!live) return;
   for (int first = 0; first < a.keys; first += walk.chunk()) {
     if (!one_chunk) fill(first);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int c = walk.column(first, k);
-      if (c >= a.keys) continue;
+      if (!live || c >= a.keys) continue;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) d[k][i] = to_float(probs[k].v[i]) * (d[k][i] - total[0]);
       store(a.dx + base + c, pack_floats<T>(d[k]));
