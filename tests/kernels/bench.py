@@ -1,6 +1,6 @@
 """Time every kernel against PyTorch eager, torch.compile, Apex and Liger where they are installed, and a plain copy.
 
-    python -m tests.kernels.bench [op ...] [--quick] [--plot]
+    python -m tests.kernels.bench [op ...] [--quick]
 
 Every call of a timed graph works on another set of buffers, together larger than the cache, so that all data come from
 memory; the copy beside it is ``copy_`` moving the same number of bytes in the same way. The table and
@@ -11,6 +11,7 @@ times faster ours is than each peer. Without a GPU toy sizes run, to see that ev
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ def _step(function: Callable[..., Any], problem: Problem) -> Call:
 def _peer_call(function: Callable[..., Any], problem: Problem, part: str) -> Call:
     if part == "fwd":
         return lambda: function(*problem.inputs)
-    return _backward(function, problem) if part == "bwd" else _step(function, problem)
+    return _backward(function, problem) if part.endswith("bwd") else _step(function, problem)
 
 
 def measure(op: str, dtype: torch.dtype, size: tuple[int, int], timer: Timer, compile_peers: bool) -> list[dict]:
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("op", nargs="*", help=f"operators, all by default: {', '.join(OPERATORS)}")
     parser.add_argument("--quick", action="store_true", help="few sizes, float16 and bfloat16 only, under six minutes")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--plot", action="store_true", help="also draw kernels.png; needs matplotlib")
+    parser.add_argument("--no-plot", action="store_true", help="draw no picture; there is none without matplotlib")
     parser.add_argument("--output", type=Path, default=records.RESULTS / "kernels.json")
     options = parser.parse_args(arguments)
     unknown = [op for op in options.op if op not in OPERATORS]
@@ -243,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     found.append(record)
                     print(_line(record), flush=True)
     records.write_records(found, options.output)
-    if options.plot:
+    if importlib.util.find_spec("matplotlib") and not options.no_plot:
         plot(found, options.output.with_suffix(".png"))
 
 

@@ -21,7 +21,7 @@ def test_every_operator_is_timed() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real sizes take minutes on a GPU")
 def test_toy_run_writes_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.json"
-    bench.main(["--quick", "--output", str(path)])
+    bench.main(["--quick", "--no-plot", "--output", str(path)])
     found = json.loads(path.read_text())
     parts = {(record["case"]["op"], record["case"]["part"]) for record in found}
     assert {op for op, _ in parts} == set(bench.OPERATORS)
