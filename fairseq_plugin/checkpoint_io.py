@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -106,7 +107,7 @@ def _sync_folder(folder: Path) -> None:
 def read(path: str | IO[bytes], mmap: bool = False) -> State:
     """Load a checkpoint to the CPU; only tensors, containers, numbers and :func:`allowed_types` come to life.
 
-    mmap: leave the tensors on the disk until they are used; only for a path.
+    mmap: leave the tensors on the disk until they are used, where the file's format allows it; only for a path.
 
     Raises:
         DamagedCheckpoint: the file is not a whole checkpoint.
@@ -115,9 +116,12 @@ def read(path: str | IO[bytes], mmap: bool = False) -> State:
     name = path if isinstance(path, str) else getattr(path, "name", "checkpoint")
     try:
         with torch.serialization.safe_globals(allowed_types()):
+            mmap = mmap and zipfile.is_zipfile(path)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError as error:
         raise UserError(f"{name}: no such checkpoint") from error
+    except (PermissionError, IsADirectoryError) as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror})") from error
     except pickle.UnpicklingError as error:
         refused = re.search(r"nsupported (?:global: )?GLOBAL (\w+(?:\.\w+)*) ", str(error))
         if refused is None:

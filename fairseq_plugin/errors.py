@@ -32,6 +32,8 @@ def _known(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, FloatingPointError):
         return _not_finite(str(error))
+    if isinstance(error, FileNotFoundError) and str(error).startswith("Dataset not found"):
+        return f"{error}; is the data folder whole, and are the languages and the subset's name right?"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, torch.multiprocessing.ProcessRaisedException):

@@ -99,14 +99,13 @@ def check_data_folders(data: str) -> None:
     """Refuse a DATA argument whose local folders do not exist. data: folders separated by ``:``.
 
     Raises:
-        UserError: a folder is missing or is a file.
+        UserError: a folder is missing.
     """
     from fairseq import utils
 
     for folder in utils.split_paths(data):
-        if "://" not in folder and not os.path.isdir(folder):
-            problem = "is not a folder" if os.path.exists(folder) else "does not exist"
-            raise UserError(f"{folder}: the data folder {problem}; give the folder lightseq-preprocess wrote")
+        if "://" not in folder and not os.path.exists(folder):
+            raise UserError(f"{folder}: the data folder does not exist; give the one lightseq-preprocess wrote")
 
 
 def _naming_dictionary(add_from_file: Callable[..., None]) -> Callable[..., None]:

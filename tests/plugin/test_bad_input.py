@@ -354,6 +354,11 @@ class TestReport:
     def test_known_errors_are_one_line(self, capsys):
         for error, text in (
             (UserError("a\n b"), "error: a b\n"),
+            (
+                FileNotFoundError("Dataset not found: valid2 (bin)"),
+                "error: Dataset not found: valid2 (bin); is the data folder whole, and are the languages and the "
+                "subset's name right?\n",
+            ),
             (FileNotFoundError(2, "No such file or directory", "x.txt"), "error: x.txt: No such file or directory\n"),
         ):
             assert errors.report(error) == 1

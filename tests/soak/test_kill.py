@@ -17,7 +17,7 @@ from tests.plugin.checkpoint_bits import assert_same_bits
 
 SAVE_EVERY = 5
 # A life does at most this many updates before it is killed, so the run is long enough for all kills.
-LONGEST_LIFE = 11
+LONGEST_LIFE = 9
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def seed():
 def test_killed_run_ends_with_the_same_bits(kills, seed, run_cli, train_arguments, tmp_path):
     """Dropout on, bfloat16 with float32 masters, several epochs, best and last checkpoints, old ones deleted."""
     command = [
-        *(*train_arguments, "--bf16", "--seed", 3, "--dropout", 0.1, "--max-tokens", 300, "--log-interval", 1),
+        *(*train_arguments, "--bf16", "--seed", 3, "--dropout", 0.1, "--max-tokens", 200, "--log-interval", 1),
         *("--save-interval-updates", SAVE_EVERY, "--keep-interval-updates", 2, "--max-valid-steps", 1),
         *("--max-update", (kills + 1) * LONGEST_LIFE),
     ]
