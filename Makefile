@@ -64,7 +64,7 @@ format: $(READY)  ## rewrite the sources in that style
 	@files=$$(git ls-files '*.cu' '*.cuh' '*.h' '*.cpp'); if [ -n "$$files" ]; then clang-format -i $$files; fi
 
 cuda-check: $(READY)  ## compile every CUDA source with nvcc; needs no GPU
-	$(PY) -m ls_train.build
+	$(PY) -m ls_train.build --strict
 
 gpu-test: $(READY)  ## run the operator and layer tests on a machine with a GPU
 	$(PY) -m pytest tests/kernels tests/layers tests/optim $(ARGS)

@@ -38,5 +38,5 @@ def compiled() -> Compiled:
         fcntl.flock(lock, fcntl.LOCK_EX)
         about = folder / f"{build.LIBRARY_NAME}.json"
         if not about.is_file() or json.loads(about.read_text())["archs"] != list(ARCHS):
-            build.compile_library(folder, ARCHS, work=_CACHE / "work")
+            build.compile_library(folder, ARCHS, work=_CACHE / "work", strict=True)
     return Compiled(library, (folder / build.LOG_NAME).read_text(), _CACHE / "work" / "keep")
