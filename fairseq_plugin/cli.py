@@ -53,11 +53,13 @@ def hydra_train(argv: Sequence[str] | None = None) -> None:
     call_main = distributed_utils.call_main
 
     def carry_user_dir(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
-        given = cfg.common.user_dir
-        user_dir.carry(None if given is None or user_dir.is_plugin(given) else user_dir.resolve(given))
-        user_dir.import_carried()
-        cfg.common.user_dir = user_dir.PLUGIN_DIR
-        call_main(cfg, main, **kwargs)
+        # Inside hydra, which would print a traceback of its own.
+        with _reported():
+            given = cfg.common.user_dir
+            user_dir.carry(None if given is None or user_dir.is_plugin(given) else user_dir.resolve(given))
+            user_dir.import_carried()
+            cfg.common.user_dir = user_dir.PLUGIN_DIR
+            call_main(cfg, main, **kwargs)
 
     distributed_utils.call_main = carry_user_dir
     try:

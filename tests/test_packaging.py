@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ls_train", "fairseq_plugin")
-COMMANDS = ("train", "generate", "interactive", "validate", "preprocess", "doctor")
+COMMANDS = (
+    *("train", "hydra-train", "generate", "interactive", "validate", "eval-lm", "preprocess", "score"),
+    *("export", "average", "doctor"),
+)
 
 
 @pytest.fixture(scope="module")
