@@ -48,8 +48,9 @@ def combination(number: int) -> list[object]:
     flags += [switch for switch in SWITCHES if draw.random() < 0.15]
     for rate in RATES:
         flags += [rate, 0.4] if draw.random() < 0.15 else []
-    if "--encoder-embed-dim" in flags and "--share-all-embeddings" in flags:
-        flags.remove("--share-all-embeddings")
+    if "--encoder-embed-dim" in flags:
+        # fairseq itself refuses these with two sizes.
+        flags = [flag for flag in flags if flag not in ("--share-all-embeddings", "--cross-self-attention")]
     return flags
 
 
