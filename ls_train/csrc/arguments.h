@@ -55,7 +55,8 @@ inline const char* type_name(DType type) {
 
 inline std::string shape_text(const TensorRef& t) {
   std::string text = "(";
-  for (int i = 0; i < t.dims; ++i) text += std::to_string(t.sizes[i]) + (i + 1 < t.dims || t.dims == 1 ? ", " : "");
+  for (int i = 0; i < t.dims; ++i) text += (i > 0 ? ", " : "") + std::to_string(t.sizes[i]);
+  if (t.dims == 1) text += ",";
   return text + ")";
 }
 
