@@ -11,6 +11,9 @@ work=${WORK:-$here/work}
 engine=${ENGINE:-ls}
 hours=${HOURS:-0.085}
 python=$(command -v python || command -v python3)
+# Threads that wait for each other sleep: spinning, as is the default, stops all progress on a machine that does other
+# work as well.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 source "$here/flags.sh"
 select_engine "$engine"
 
