@@ -28,7 +28,7 @@ GROUPS = [
     [[], ["--weight-decay", 0.01], ["--adam-eps", 1e-4, "--adam-betas", "(0.8, 0.95)"]],
     [[], ["--encoder-attention-heads", 4, "--decoder-attention-heads", 1], ["--decoder-ffn-embed-dim", 96]],
     [[], ["--encoder-embed-dim", 96, "--decoder-embed-dim", 64]],
-    [[], ["--required-batch-size-multiple", 1], ["--num-batch-buckets", 3]],
+    [[], ["--required-batch-size-multiple", 1], ["--num-batch-buckets", 3, "--max-tokens", 400]],
 ]
 SWITCHES = [
     *("--encoder-normalize-before", "--decoder-normalize-before", "--encoder-learned-pos", "--decoder-learned-pos"),
