@@ -169,8 +169,9 @@ def _explaining(load_ensemble: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return load_ensemble(filenames, *args, **kwargs)
         except RuntimeError as error:
-            here = "its own configuration, or --model-overrides,"
-            message = checkpoint_match.explain(str(error), ", ".join(filenames), "its own", here, "the data folder")
+            path = ", ".join(filenames)
+            otherwise = f"{path} does not fit the model that its own options, with --model-overrides, build"
+            message = checkpoint_match.explain(str(error), path, "the data folder", otherwise)
             if message is None:
                 raise
             raise UserError(message) from error
@@ -215,9 +216,13 @@ def _restoring_run(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
                 )
             except Exception as error:
                 # fairseq says only that architectures should match; torch's own message is the error before.
-                here = f"--arch {checkpoint_match.architecture(self.cfg.model)}"
                 data = getattr(self.cfg.task, "data", "the data folder")
-                message = checkpoint_match.explain(str(error.__context__), filename, loading.held, here, data)
+                otherwise = (
+                    f"{filename} holds a model of architecture {loading.held}, but --arch "
+                    f"{checkpoint_match.architecture(self.cfg.model)} with these options builds another one (give the "
+                    "options of the checkpoint's run, or another --save-dir)"
+                )
+                message = checkpoint_match.explain(str(error.__context__), filename, data, otherwise)
                 if message is None:
                     raise
                 raise UserError(message) from error

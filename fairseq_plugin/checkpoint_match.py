@@ -16,15 +16,14 @@ def architecture(options: Any) -> str:
     return str(getattr(options, "arch", None) or getattr(options, "_name", None) or "unknown")
 
 
-def explain(message: str, path: str, held: str, here: str, data: str) -> str | None:
+def explain(message: str, path: str, data: str, otherwise: str) -> str | None:
     """Return one sentence for the message of ``torch.nn.Module.load_state_dict``, None for any other error.
 
     Args:
         message: of the error.
         path: the checkpoint.
-        held: architecture in the checkpoint.
-        here: what builds the model it does not fit, as ``--arch NAME``.
         data: the data folder, for a dictionary of another size.
+        otherwise: the sentence that the first tensor that differs is added to, where it is not the dictionary.
     """
     first = first_difference(_listed(message))
     if first is None:
@@ -36,10 +35,7 @@ def explain(message: str, path: str, held: str, here: str, data: str) -> str | N
             f"{path} was trained with a {side} dictionary of {there[0]} entries, the one in {data} has {mine[0]}: use "
             "the data folder it was trained with, or preprocess with its dictionaries (--srcdict, --tgtdict)"
         )
-    return (
-        f"{path} holds a model of architecture {held}, {here} with these options builds another one: "
-        f"{sentence(first)}; give the options of the checkpoint's run, or start elsewhere with another --save-dir"
-    )
+    return f"{otherwise}: {sentence(first)}"
 
 
 def _listed(message: str) -> list[Difference]:

@@ -31,11 +31,13 @@ def install() -> None:
 
     if getattr(tasks.setup_task, "checked", False):
         return
-    initialize.add_defaults = _checking_config(initialize.add_defaults)
-    for name in ("fairseq_cli.train", "fairseq_cli.hydra_train"):
+    add_defaults = initialize.add_defaults
+    initialize.add_defaults = _checking_config(add_defaults)
+    for name in ("fairseq_cli.train", "fairseq_cli.hydra_train", "__main__"):
         # A module that was imported earlier holds its own reference.
-        if name in sys.modules:
-            sys.modules[name].add_defaults = initialize.add_defaults
+        module = sys.modules.get(name)
+        if getattr(module, "add_defaults", None) is add_defaults:
+            module.add_defaults = initialize.add_defaults
     tasks.setup_task = _checking_data_folder(tasks.setup_task)
     Dictionary.add_from_file = _naming_dictionary(Dictionary.add_from_file)
     data_utils.load_indexed_dataset = _checking_dataset(data_utils.load_indexed_dataset)

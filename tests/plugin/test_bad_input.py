@@ -187,6 +187,11 @@ class TestCheckpoints:
         (tmp_path / "cut.pt").write_bytes((saved / "checkpoint_last.pt").read_bytes()[:5000])
         assert_refused(run_cli(cli.generate, *command, "--path", tmp_path / "cut.pt"), "cut.pt: not a whole checkpoint")
 
+    def test_generate_with_other_sizes(self, run_cli, data_bin, saved):
+        command = [data_bin, "--cpu", "--path", saved / "checkpoint_last.pt", "--gen-subset", "valid"]
+        result = run_cli(cli.generate, *command, "--model-overrides", "{'encoder_ffn_embed_dim': 32}")
+        assert_refused(result, "--model-overrides", "encoder.layers.0.fc1.weight is [64, 64] there and [32, 64] here")
+
     def test_generate_with_another_dictionary(self, run_cli, data_bin, saved, tmp_path):
         folder = Path(shutil.copytree(data_bin, tmp_path / "bin"))
         for name in ("dict.en.txt", "dict.de.txt"):
@@ -217,16 +222,17 @@ class TestSaveDir:
         refuses("--save-dir", tmp_path / "file" / "save", parts=["--save-dir", "Not a directory"])
 
     @pytest.mark.skipif(os.getuid() != 0, reason="gives up the rights of root to have none")
-    def test_read_only_for_root(self, run_cli, saved):
+    def test_read_only_for_root(self, run_cli, saved, tmp_path_factory):
         saved.chmod(0o555)
+        for folder in saved.parents:
+            if folder.is_relative_to(tmp_path_factory.getbasetemp().parent):
+                folder.chmod(0o755)
 
         def nobody():
             os.setuid(pwd.getpwnam("nobody").pw_uid)
+            assert os.listdir(saved)
             assert_read_only(saved)
 
-        for folder in (saved, *saved.parents):
-            if os.access(folder, os.W_OK) and folder.owner() == "root" and folder.is_relative_to("/tmp/pytest-of-root"):
-                folder.chmod(folder.stat().st_mode | 0o555)
         run_cli(nobody).check()
 
     @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")

@@ -31,6 +31,14 @@ class TestFiles:
         assert sorted(os.listdir(small.parent)) == ["checkpoint_1_7.pt", "checkpoint_last.pt"]
         assert small.stat().st_ino != small.with_name("checkpoint_last.pt").stat().st_ino
 
+    def test_fairseq_writes_through_it(self, small, monkeypatch):
+        calls = []
+        for name in ("write", "copy"):
+            monkeypatch.setattr(checkpoint_io, name, lambda *a, _name=name: calls.append((_name, *a)))
+        checkpoint_utils.torch_persistent_save({"model": {}}, "a.pt")
+        assert checkpoint_utils.PathManager.copy("a.pt", "b.pt", overwrite=True)
+        assert calls == [("write", {"model": {}}, "a.pt"), ("copy", "a.pt", "b.pt")]
+
     @pytest.mark.parametrize("action", ["write", "copy"])
     def test_full_disk_leaves_the_old_file(self, small, run_cli, action):
         old = small.with_name("checkpoint_last.pt")
