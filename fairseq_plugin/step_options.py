@@ -44,7 +44,6 @@ def _options(cfg: Any) -> list[str]:
     common, parallel, optimization = cfg.common, cfg.distributed_training, cfg.optimization
     found = {
         f"--optimizer {_name(cfg.optimizer)}": _name(cfg.optimizer) != "ls_adam",
-        "several ranks": parallel.distributed_world_size > 1,
         "--tpu": common.tpu,
         "--amp": common.amp,
         "--model-parallel-size": common.model_parallel_size > 1,

@@ -31,6 +31,7 @@ from fairseq.nan_detector import NanDetector
 from fairseq.optim import MemoryEfficientFP16Optimizer, lr_scheduler
 from torch import Tensor
 
+from fairseq_plugin.data_parallel import TRAIN_TIME, Ranks
 from fairseq_plugin.optimizer import LSFP16Optimizer
 from fairseq_plugin.packed import pack_batch, packed_features
 from fairseq_plugin.pending import PendingUpdate
@@ -54,12 +55,18 @@ class LSTrainer(FairseqTrainer):
         self._pending: PendingUpdate | None = None
         self._earlier_lr: list[float] | None = None
         self._loss_scale: DynamicLossScale | None = None
+        self._ranks: Ranks | None = None
         self._epoch_iterator: Any = None
         super().__init__(cfg, task, model, criterion, quantizer)
         if reasons:
             logger.info(f"training step: fairseq's own runs because of {', '.join(reasons)}")
 
     # What fairseq builds
+
+    @property
+    def use_distributed_wrapper(self) -> bool:
+        """Whether the model is wrapped for several ranks; not where this trainer sums the gradients itself."""
+        return super().use_distributed_wrapper and not self.is_lean
 
     def _build_optimizer(self) -> None:
         self._loss_scale = None
@@ -76,6 +83,8 @@ class LSTrainer(FairseqTrainer):
             self._optimizer = LSFP16Optimizer.build_optimizer(self.cfg, params)
         self._lr_scheduler = lr_scheduler.build_lr_scheduler(self.cfg.lr_scheduler, self.optimizer)
         self._lr_scheduler.step_update(0)
+        if self.data_parallel_world_size > 1:
+            self._ranks = Ranks(self.data_parallel_world_size, self.data_parallel_process_group, self._fused)
 
     def get_train_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return an iterator over the training set and remember it, to know where an epoch ends."""
@@ -118,16 +127,13 @@ class LSTrainer(FairseqTrainer):
         uncertain = self._pending is not None and self.cfg.common.fp16
         fused.expect(self.get_num_updates(), self._earlier_lr if uncertain else None)
         self._clear_gradients()
-        parts = []
-        fused.direct_grads = True
         try:
-            for index, sample in enumerate(samples):
-                parts.append(self._forward_backward(index, sample))
+            sums, counts, is_dummy = self._run_batches(samples)
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
             self._log_oom(error)
-            if raise_oom:
+            if raise_oom or self._ranks is not None:
                 raise
             logger.warning("attempting to recover from OOM in forward/backward pass")
             self._clear_gradients()
@@ -137,32 +143,74 @@ class LSTrainer(FairseqTrainer):
         except Exception:
             self._save_crash()
             raise
-        finally:
-            fused.direct_grads = False
         if self.cuda and self.get_num_updates() == 0:
             torch.cuda.empty_cache()
-        sums, counts = zip(*parts)
-        factor = self._factor(sum(count["sample_size"] for count in counts))
+        if self._ranks is None:
+            sample_size = 0.0 if is_dummy else sum(part["sample_size"] for part in counts)
+            factor = torch.full((1,), 1.0 / (sample_size or 1.0), device=self.device)
+        else:
+            seconds = self._local_cumulative_training_time()
+            total = self._ranks.sum_statistics(sums, counts, seconds, is_dummy)
+            factor = self._ranks.size / total["sample_size"].view(1).clamp(min=1.0)
+            sums, counts = [total], [{}]
+        if self._scale is not None:
+            factor.div_(self._scale.scale)
         norm, found_inf = fused.measured_step(factor, self.cfg.optimization.clip_norm)
         if self._scale is not None:
             self._scale.update(found_inf)
         return PendingUpdate(samples, sums, counts, norm, found_inf, factor)
 
-    def _forward_backward(self, index: int, sample: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Run micro-batch ``index``; return the sums it logs, on the device, and what the host knows."""
+    def _run_batches(self, samples: Sequence[Any]) -> tuple[list[dict[str, Tensor]], list[dict[str, float]], bool]:
+        """Run forward and backward of all micro-batches, and the sum of gradients over the ranks.
+
+        Returns:
+            For each micro-batch the sums it logs, on the device, and what the host knows; whether the last is a dummy.
+        """
+        fused, ranks = self._fused, self._ranks
+        sums, counts, is_dummy = [], [], False
+        # Gradients are averaged over the ranks, as DistributedDataParallel does: no sum overflows that they did not.
+        gradient = None if self._scale is None else self._scale.scale.view(())
+        if ranks is not None:
+            gradient = (
+                torch.full((), 1.0 / ranks.size, device=self.device) if gradient is None else gradient / ranks.size
+            )
+        fused.direct_grads = True
+        try:
+            for index, sample in enumerate(samples):
+                if ranks is not None and index == len(samples) - 1:
+                    ranks.gradients.start()
+                is_dummy = not sample
+                part, known = self._forward_backward(index, sample or self._dummy(), gradient, is_dummy)
+                sums.append(part)
+                counts.append(known)
+            if ranks is not None:
+                ranks.gradients.finish()
+        finally:
+            fused.direct_grads = False
+            if ranks is not None:
+                ranks.gradients.stop()
+        return sums, counts, is_dummy
+
+    def _forward_backward(
+        self, index: int, sample: Any, gradient: Tensor | None, is_dummy: bool
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
         if self._dummy_batch == "DUMMY":
             self._dummy_batch = sample
         criterion, model = self._criterion, self._model
         batch = pack_batch(sample, criterion.padding_idx, self.device, criterion.loss_options.prefix)
         features = packed_features(model, batch, self._fused.updates + (self.cfg.common.seed + index * _SEED_STRIDE))
         sums = criterion.packed_sums(features, model.decoder.output_projection.weight, batch.target)
-        sums["loss"].backward(None if self._scale is None else self._scale.scale.view(()))
+        sums["loss"].backward(torch.zeros_like(sums["loss"]) if is_dummy else gradient)
         return sums, criterion.host_counts(sample, batch.counted)
 
-    def _factor(self, sample_size: float) -> Tensor:
-        """Return float32 (1,): what the gradients are multiplied by before the update."""
-        factor = torch.full((1,), 1.0 / (sample_size or 1.0), device=self.device)
-        return factor if self._scale is None else factor.div_(self._scale.scale)
+    def _dummy(self) -> Any:
+        """Return the batch that stands in for an empty one."""
+        if not self._dummy_batch or self._dummy_batch == "DUMMY":
+            raise RuntimeError(
+                "a rank got no batch before it had one to repeat: the training set has fewer batches than there are "
+                "ranks; use fewer ranks or smaller batches"
+            )
+        return self._dummy_batch
 
     def _clear_gradients(self) -> None:
         for buffer in self._fused.buffers:
@@ -217,6 +265,8 @@ class LSTrainer(FairseqTrainer):
                 raise
         if scaler is not None:
             scaler.update()
+        if self._ranks is not None:
+            self._cumulative_training_time = outcome.logging_outputs[0].pop(TRAIN_TIME) / self._ranks.size
         clip_norm = self.cfg.optimization.clip_norm
         metrics.log_speed("ups", 1.0, priority=100, round=2)
         metrics.log_scalar("gnorm", outcome.norm, priority=400, round=3)
@@ -250,6 +300,7 @@ class LSTrainer(FairseqTrainer):
         return [group["lr"] for group in self._fused.param_groups]
 
     def _save_crash(self) -> None:
+        self.consolidate_optimizer()
         self.consolidate_optimizer()
         self.save_checkpoint(os.path.join(self.cfg.checkpoint.save_dir, "crash.pt"), {})
 

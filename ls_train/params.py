@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -84,11 +84,12 @@ class GradSlot:
         tensor: view of the flat gradient buffer with the parameter's shape.
     """
 
-    __slots__ = ("param", "tensor")
+    __slots__ = ("_listeners", "param", "tensor")
 
-    def __init__(self, param: Tensor, tensor: Tensor) -> None:
+    def __init__(self, param: Tensor, tensor: Tensor, listeners: Sequence[Callable[[GradSlot], None]]) -> None:
         self.param = param
         self.tensor = tensor
+        self._listeners = listeners
 
     @property
     def written(self) -> bool:
@@ -101,11 +102,12 @@ class GradSlot:
     def commit(self) -> None:
         """Make the slot the parameter's ``.grad``, after writing; a gradient autograd left there is added to it."""
         grad = self.param.grad
-        if grad is self.tensor:
-            return
-        if grad is not None:
-            self.tensor.add_(grad)
-        self.param.grad = self.tensor
+        if grad is not self.tensor:
+            if grad is not None:
+                self.tensor.add_(grad)
+            self.param.grad = self.tensor
+        for listener in self._listeners:
+            listener(self)
 
 
 class FlatBuffer:
@@ -120,6 +122,7 @@ class FlatBuffer:
         data: (n,) parameters.
         segments: int64 (S + 1,) ``begins`` on the device.
         direct_grads: whether :func:`grad_slot` hands out the slots.
+        listeners: called with each slot that was written.
     """
 
     def __init__(self, params: Sequence[Tensor], lengths: Sequence[int]) -> None:
@@ -129,6 +132,7 @@ class FlatBuffer:
         """
         self.params = tuple(params)
         self.direct_grads = False
+        self.listeners: list[Callable[[GradSlot], None]] = []
         self.begins = [0]
         for length in lengths:
             self.begins.append(self.begins[-1] + length)
@@ -201,7 +205,7 @@ class FlatBuffer:
         if len(grads) == 1 and grads[0].is_contiguous() and grads[0].numel() == self.data.numel():
             if self._grad is None or grads[0] is not self._slots[0].tensor:
                 self._grad = grads[0].detach().view(-1)
-                self._slots = [GradSlot(self.params[0], grads[0])]
+                self._slots = [GradSlot(self.params[0], grads[0], self.listeners)]
             return [True]
         self._allocate_grads()
         stray = [s for s, g in zip(self._slots, grads, strict=True) if g is not None and g is not s.tensor]
@@ -215,7 +219,7 @@ class FlatBuffer:
         if self._grad is None:
             self._grad = torch.zeros_like(self.data)
             self._slots = [
-                GradSlot(param, self._grad[begin : begin + param.numel()].view(param.shape))
+                GradSlot(param, self._grad[begin : begin + param.numel()].view(param.shape), self.listeners)
                 for begin, param in zip(self.begins, self.params, strict=False)
             ]
 

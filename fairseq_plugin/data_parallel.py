@@ -1,0 +1,59 @@
+"""Several ranks under the plugin's training step: one gradient buffer and one vector of statistics are summed.
+
+No wrapper around the model: layers write into the flat buffer, which autograd's hooks (DistributedDataParallel) would
+not see. Every rank takes part in every collective, also with a dummy batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ls_train.optim import FusedAdam
+from ls_train.optim.all_reduce import FlatAllReduce
+from ls_train.optim.options import upload
+
+TRAIN_TIME = "train_time"
+"""Name under which the ranks' training times are summed with the statistics."""
+
+
+class Ranks:
+    """The data-parallel group of a run.
+
+    Args:
+        size: number of ranks.
+        group: torch's process group.
+        optimizer: whose gradients are summed; its parameters become those of the first rank.
+    """
+
+    def __init__(self, size: int, group: Any, optimizer: FusedAdam) -> None:
+        self.size = size
+        self.group = group
+        self.gradients = FlatAllReduce(optimizer.buffers, group)
+        for buffer in optimizer.buffers:
+            dist.broadcast(buffer.data, dist.get_global_rank(group, 0), group=group)
+
+    def sum_statistics(
+        self, sums: Sequence[dict[str, Tensor]], counts: Sequence[dict[str, float]], seconds: float, ignore: bool
+    ) -> dict[str, Tensor]:
+        """Return the statistics of all ranks and micro-batches, float32 scalars on the device.
+
+        Args:
+            sums: for each micro-batch what it logs, scalars on the device.
+            counts: for each micro-batch what the host knows.
+            seconds: training time of this rank, summed as ``TRAIN_TIME``.
+            ignore: this rank had a dummy batch: only its time counts, as in fairseq.
+        """
+        names = [*sums[0], *counts[0], TRAIN_TIME]
+        device = sums[0]["loss"].device
+        known = {name: 0.0 if ignore else float(sum(part[name] for part in counts)) for name in counts[0]}
+        host = upload(torch.empty(len(known) + 1, device=device), [*known.values(), seconds])
+        parts = [torch.stack([value.detach().to(host.dtype) for value in part.values()]) for part in sums]
+        local = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        total = torch.cat([torch.zeros_like(local) if ignore else local, host])
+        dist.all_reduce(total, group=self.group)
+        return dict(zip(names, total.unbind(), strict=True))
