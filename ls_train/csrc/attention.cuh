@@ -63,10 +63,13 @@ struct Task {
 
 // The work of this block among `tiles` tiles a sequence and head; a grid without sequences has one block (no work).
 __device__ __forceinline__ Task block_task(const Attention& a, int tiles) {
-  const int index = static_cast<int>(blockIdx.x) / a.heads;
-  const int b = index / tiles;
-  Task task = {
-      static_cast<int>(blockIdx.x) % a.heads, index % tiles, {0, 0, 0, 0, a.causal}, a.cu_q[a.batch], a.cu_k[a.batch]};
+  const unsigned index = blockIdx.x / static_cast<unsigned>(a.heads);
+  const int b = static_cast<int>(index / static_cast<unsigned>(tiles));
+  Task task = {static_cast<int>(blockIdx.x - index * a.heads),
+               static_cast<int>(index) - b * tiles,
+               {0, 0, 0, 0, a.causal},
+               a.cu_q[a.batch],
+               a.cu_k[a.batch]};
   if (b < a.batch) {
     task.sequence.q_start = a.cu_q[b];
     task.sequence.k_start = a.cu_k[b];

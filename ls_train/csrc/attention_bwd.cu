@@ -81,8 +81,8 @@ __device__ __forceinline__ void sum_rows(const Buffers<T, kDim>& buffers, int pa
 // Step 1 for 16 queries from tile row `tile_row` on, query `first` of the sequence, and the 32 keys of block key `key`.
 template <class T, int kDim>
 __device__ __forceinline__ void score_gradients(const Attention& a, const Buffers<T, kDim>& buffers, const Task& task,
-                                                const KeepRows& keep, float keep_scale, int tile_row, int first,
-                                                int key, int block_key, bool sum_delta) {
+                                                KeepRows keep, float keep_scale, int tile_row, int first, int key,
+                                                int block_key, bool sum_delta) {
   constexpr int kStride = kTileStride<kDim>;
   const Sequence& seq = task.sequence;
   const int lane = threadIdx.x % kWarp;
@@ -131,8 +131,7 @@ __global__ void __launch_bounds__(kMaxThreads<kDim, kWhole>, 512 / kMaxThreads<k
   }
   const DropoutKey dropout = dropout_key(a.dropout);
   const int score_width = score_stride(a.k_rows);
-  const int lane = threadIdx.x % kWarp;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = threadIdx.x % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const int warp_key = warp / kParts<kDim, kWhole> * kWarpRows;
   const int warp_column = warp % kParts<kDim, kWhole> * kColumns<kDim, kWhole>;
@@ -155,13 +154,14 @@ __global__ void __launch_bounds__(kMaxThreads<kDim, kWhole>, 512 / kMaxThreads<k
       if (!kWhole) copy_async<4>(buffers.delta + i, a.delta + at, true);
     }
     commit_copies();
-    const auto keep_unit = [&](int unit) {
-      return keep_rows(dropout, row + unit / chunks * kWarpRows + lane / 4, task.head,
-                       block_key / kChunk + unit % chunks);
+    Unit unit = {0, 0};
+    const int end_row = chunks > 0 ? padded : 0;
+    unit.advance(warp, chunks, end_row);
+    const auto keep_unit = [&] {
+      return keep_rows(dropout, row + unit.row + lane / 4, task.head, block_key / kChunk + unit.chunk);
     };
-    const int units = padded / kWarpRows * chunks;
     KeepRows keep = {};
-    if (warp < units) keep = keep_unit(warp);
+    if (unit.row < end_row) keep = keep_unit();
     wait_copies<0>();
     __syncthreads();
     if (kWhole && !sum_delta) {
@@ -169,11 +169,11 @@ __global__ void __launch_bounds__(kMaxThreads<kDim, kWhole>, 512 / kMaxThreads<k
       __syncthreads();
     }
 
-    for (int unit = warp; unit < units; unit += warps) {
-      const int tile_row = unit / chunks * kWarpRows;
-      score_gradients(a, buffers, task, keep, dropout.scale, tile_row, first + tile_row, unit % chunks * kChunk,
-                      block_key, sum_delta);
-      if (unit + warps < units) keep = keep_unit(unit + warps);
+    while (unit.row < end_row) {
+      score_gradients(a, buffers, task, keep, dropout.scale, unit.row, first + unit.row, unit.chunk * kChunk, block_key,
+                      sum_delta);
+      unit.advance(warps, chunks, end_row);
+      if (unit.row < end_row) keep = keep_unit();
     }
     __syncthreads();
 
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kMaxThreads<kDim, kWhole>, 512 / kMaxThreads<k
     if (warp_key < keys) {
       // Left factors transposed: lanes name the queries' rows so that the four matrices come in the order of the keys.
       const int at = (lane % 8 + lane / 16 * 8) * score_width + warp_key + lane / 8 % 2 * 8;
-#pragma unroll(kWhole ? 2 : 1)
+#pragma unroll 1  // two steps at once spill
       for (int i = 0; i < padded; i += kWarpRows) {
         uint32_t probs[4], dscores[4];
         load_matrices_transposed(probs, buffers.probs + at + i * score_width);

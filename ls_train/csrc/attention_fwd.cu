@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attention_fwd_kernel(Attenti
           float& score = s[i / 2][h * 2 + i % 2];
           const float p = fast_exp2(score - shift);
           sum[h] += p;
-          score = keep.row[h][i] ? p : 0.f;
+          score = keep(h, i) ? p : 0.f;
         }
         if (chunk > 0) {
 #pragma unroll

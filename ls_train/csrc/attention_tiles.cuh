@@ -6,30 +6,10 @@
 // Keys go in chunks of 32, the reach of one dropout generator call (ls_train/rng.py); a warp owns 16 rows.
 #pragma once
 
-#include <algorithm>
-#include <initializer_list>
-#include <type_traits>
-
-#include "attention.cuh"
+#include "attention_plan.cuh"
 #include "tensor_core.cuh"
 
 namespace ls_train {
-
-constexpr int kChunk = 32;
-constexpr int kWarpRows = 16;
-constexpr int kChunkTiles = kChunk / 8;
-constexpr int kMaxSlots = 4;
-
-template <int kDim>
-constexpr int kTileStride = kDim + 8;
-
-template <class I>
-__host__ __device__ constexpr I round_up(I x, I multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
-
-// ---------------------------------------------------------------------------------------------------------------
-// Device side
 
 // Starts the copy of rows of one head into a tile: `count` valid ones from `row` on, zeros up to `padded`.
 template <int kDim, class T>
@@ -39,15 +19,20 @@ __device__ __forceinline__ void load_rows(T* tile, const HeadRows& x, int64_t ro
   const int column = static_cast<int>(threadIdx.x) % kLanes * 8;
   const int step = static_cast<int>(blockDim.x) / kLanes;
   if (column >= kDim) return;
-  const T* source = x.at<const T>(row, head);
-  for (int r = static_cast<int>(threadIdx.x) / kLanes; r < padded; r += step) {
-    const bool valid = r < count && column < dim;
-    copy_async<16>(tile + r * kTileStride<kDim> + column, valid ? source + r * x.row_stride + column : source, valid);
+  const int start = static_cast<int>(threadIdx.x) / kLanes;
+  const int end = column < dim ? count : 0;
+  const T* source = x.at<const T>(row + start, head) + column;  // not followed where there is nothing to read
+  T* target = tile + start * kTileStride<kDim> + column;
+  for (int r = start; r < padded; r += step) {
+    copy_async<16>(target, source, r < end);
+    source += step * x.row_stride;
+    target += step * kTileStride<kDim>;
   }
 }
 
-// Chunks of keys and values pass through `slots` places in shared memory, each loaded while earlier ones are in use.
-// Every load is one group of copies, and so is a step without a load, so that the oldest can be waited for by count.
+// Chunks of keys and values pass through `slots` places (1, 2 or 4) in shared memory, each loaded while earlier ones
+// are in use. Every load is one group of copies, and so is a step without a load, so that the oldest can be waited for
+// by count.
 template <class T, int kDim>
 struct KeyRing {
   static constexpr int kSlotSize = 2 * kChunk * kTileStride<kDim>;
@@ -57,7 +42,7 @@ struct KeyRing {
   const Task& task;
   int chunks;  // that this block reads
 
-  __device__ __forceinline__ T* keys(int chunk) const { return slots + chunk % a.slots * kSlotSize; }
+  __device__ __forceinline__ T* keys(int chunk) const { return slots + (chunk & (a.slots - 1)) * kSlotSize; }
   __device__ __forceinline__ T* values(int chunk) const { return keys(chunk) + kSlotSize / 2; }
 
   __device__ __forceinline__ void load(int chunk) const {
@@ -83,9 +68,6 @@ struct KeyRing {
       case 2:
         wait_copies<1>();
         break;
-      case 3:
-        wait_copies<2>();
-        break;
       default:
         wait_copies<kMaxSlots - 1>();
     }
@@ -96,6 +78,19 @@ struct KeyRing {
   __device__ __forceinline__ void advance(int chunk) const {
     if (chunks > a.slots) __syncthreads();
     load(chunk + a.slots);
+  }
+};
+
+// A warp's share of a tile of scores: 16 rows and a chunk of the keys.
+struct Unit {
+  int row, chunk;
+
+  __device__ __forceinline__ void advance(int by, int chunks, int end_row) {
+    chunk += by;
+    while (chunk >= chunks && row < end_row) {
+      chunk -= chunks;
+      row += kWarpRows;
+    }
   }
 };
 
@@ -185,18 +180,22 @@ __device__ __forceinline__ float row_reduce(float x) {
   return warp_reduce<Op, 4>(x);
 }
 
-// Dropout of a chunk of keys for rows g and g + 8 of a warp: the elements that this thread has in its accumulators.
-// Drawn before the wait for a chunk, the generator's long chain of operations costs no time.
+// Dropout of a chunk of keys for rows g and g + 8 of a warp: bit 8 * h + i for the i-th element of row g + 8 * h that
+// this thread has in its accumulators. Drawn before the wait for a chunk, the generator's long chain costs no time.
 struct KeepRows {
-  Keep8 row[2];
+  unsigned bits;
+
+  __device__ __forceinline__ bool operator()(int h, int i) const { return bits >> (h * 8 + i) & 1; }
 };
 
 __device__ __forceinline__ KeepRows keep_rows(const DropoutKey& dropout, int64_t row, int head, int chunk) {
-  KeepRows keep = {};
-  if (dropout.active()) {
-    const int quad = threadIdx.x % 4;
-    keep.row[0] = keep8_attention(dropout, row, head, chunk, quad);
-    keep.row[1] = keep8_attention(dropout, row + 8, head, chunk, quad);
+  if (!dropout.active()) return {0xffffu};
+  KeepRows keep = {0};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const Keep8 lanes = keep8_attention(dropout, row + h * 8, head, chunk, threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) keep.bits |= static_cast<unsigned>(lanes[i]) << (h * 8 + i);
   }
   return keep;
 }
@@ -212,9 +211,8 @@ struct RowPair {
 // through, without its scale; d = gradient of the scaled scores. scale2 is the scale of scores over ln 2. With
 // sum_delta the chunk is the whole row, and the row's sum of dout * out is taken as that of probability times gradient:
 // out need not be read.
-__device__ __forceinline__ void softmax_gradient(float (&s)[kChunkTiles][4], float (&d)[kChunkTiles][4],
-                                                 const KeepRows& keep, float keep_scale, float scale2,
-                                                 const RowPair& rows, bool sum_delta) {
+__device__ __forceinline__ void softmax_gradient(float (&s)[kChunkTiles][4], float (&d)[kChunkTiles][4], KeepRows keep,
+                                                 float keep_scale, float scale2, const RowPair& rows, bool sum_delta) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -224,80 +222,16 @@ __device__ __forceinline__ void softmax_gradient(float (&s)[kChunkTiles][4], flo
     for (int i = 0; i < kChunkTiles * 2; ++i) {
       const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
       p[i] = column < rows.limit[h] ? fast_exp2(s[i / 2][h * 2 + i % 2] * scale2 - rows.lse2[h]) : 0.f;
-      dp[i] = keep.row[h][i] ? d[i / 2][h * 2 + i % 2] * keep_scale : 0.f;
+      dp[i] = keep(h, i) ? d[i / 2][h * 2 + i % 2] * keep_scale : 0.f;
       sum += p[i] * dp[i];
     }
     const float delta = sum_delta ? row_reduce<Sum>(sum) : rows.delta[h];
 #pragma unroll
     for (int i = 0; i < kChunkTiles * 2; ++i) {
-      s[i / 2][h * 2 + i % 2] = keep.row[h][i] ? p[i] : 0.f;
+      s[i / 2][h * 2 + i % 2] = keep(h, i) ? p[i] : 0.f;
       d[i / 2][h * 2 + i % 2] = p[i] * (dp[i] - delta);
     }
   }
 }
-
-// ---------------------------------------------------------------------------------------------------------------
-// Host side
-
-// Shared memory that a block of the tensor-core kernels may use, 0 where they do not apply: another type, head size or
-// alignment, or an older device.
-inline cudaError_t tensor_core_memory(int& limit, int dim, std::initializer_list<const TensorRef*> tensors) {
-  constexpr int kMaxDim = 256, kAlignment = 8;
-  limit = 0;
-  if (dim % kAlignment != 0 || dim > kMaxDim) return cudaSuccess;
-  for (const TensorRef* x : tensors) {
-    const bool half_type = x->dtype == DType::kFloat16 || x->dtype == DType::kBFloat16;
-    const bool aligned = aligned16(x->data) && x->strides[0] % kAlignment == 0 && x->strides[1] % kAlignment == 0;
-    if (!half_type || !aligned) return cudaSuccess;
-  }
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess && major >= 8) {
-    error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  return error;
-}
-
-template <class Body>
-cudaError_t dispatch_half_type(DType dtype, Body&& body) {
-  return dtype == DType::kFloat16 ? body(Type<half>()) : body(Type<bfloat16>());
-}
-
-// How a kernel that owns queries and lets keys pass by covers them. Two blocks should fit a multiprocessor.
-struct RingPlan {
-  int warps, tiles, slots, memory;
-};
-
-inline RingPlan plan_ring(int row_bytes, int slot_bytes, int max_warps, int64_t max_q, int64_t max_k,
-                          int memory_limit) {
-  constexpr int kHalfMultiprocessor = 113 * 1024;
-  memory_limit = std::min(memory_limit, kHalfMultiprocessor);
-  RingPlan plan = {};
-  const int64_t queries = std::max<int64_t>(max_q, 1);
-  plan.warps = static_cast<int>(std::min<int64_t>(max_warps, ceil_div<int64_t>(queries, kWarpRows)));
-  while (plan.warps > 1 && plan.warps * kWarpRows * row_bytes + slot_bytes > memory_limit) --plan.warps;
-  plan.tiles = static_cast<int>(ceil_div<int64_t>(queries, plan.warps * kWarpRows));
-  const int fitting = (memory_limit - plan.warps * kWarpRows * row_bytes) / slot_bytes;
-  const int64_t chunks = ceil_div<int64_t>(std::max<int64_t>(max_k, 1), kChunk);
-  plan.slots = static_cast<int>(std::min<int64_t>({kMaxSlots, chunks, fitting}));
-  plan.memory = plan.warps * kWarpRows * row_bytes + plan.slots * slot_bytes;
-  return plan;
-}
-
-// Calls body(std::integral_constant<int, padded head size>()).
-template <class Body>
-cudaError_t dispatch_dim(int dim, Body&& body) {
-  if (dim <= 32) return body(std::integral_constant<int, 32>());
-  if (dim <= 64) return body(std::integral_constant<int, 64>());
-  if (dim <= 96) return body(std::integral_constant<int, 96>());
-  if (dim <= 128) return body(std::integral_constant<int, 128>());
-  if (dim <= 192) return body(std::integral_constant<int, 192>());
-  return body(std::integral_constant<int, 256>());
-}
-
-// dq and the row sums of dout * out, in attention_bwd_dq.cu.
-cudaError_t attention_bwd_dq(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, int memory_limit,
-                             cudaStream_t stream);
 
 }  // namespace ls_train
