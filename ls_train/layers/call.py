@@ -79,7 +79,7 @@ class Pass(NamedTuple):
 
 def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, block: int) -> int:
     """Return the bytes of workspace that a layer's forward takes; ``block``: bytes of a block that is not saved."""
-    return aligned(rows * embed_dim * itemsize) + aligned(rows * ffn_dim * itemsize) + aligned(block)
+    return 2 * aligned(rows * embed_dim * itemsize) + aligned(rows * ffn_dim * itemsize) + aligned(block)
 
 
 def backward_sums(rows: int, keys: int, embed_dim: int, ffn_dim: int, heads: int) -> int:

@@ -74,13 +74,12 @@ def decoder_block(
     rows: int, embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool, dtype: torch.dtype
 ) -> SavedBlock:
     """Return the layout of what a decoder layer saves for its backward, besides its input and cross keys and values."""
-    first, last = (("out",), ("sum", "out")) if normalize_before else (("sum", "out"), ("sum",))
     fields = (
         *self_attention_fields(embed_dim, heads),
-        *residual.norm_fields("self_norm", embed_dim, first),
+        *residual.norm_fields("self_norm", embed_dim, not normalize_before),
         *cross_attention_fields(embed_dim, heads),
-        *residual.norm_fields("cross_norm", embed_dim, ("sum", "out")),
-        *residual.norm_fields("final_norm", embed_dim, last),
+        *residual.norm_fields("cross_norm", embed_dim),
+        *residual.norm_fields("final_norm", embed_dim),
         Field("hidden", ffn_dim),
     )
     return SavedBlock(fields, rows, dtype)
@@ -101,28 +100,24 @@ class DecoderLayerFunction(torch.autograd.Function):
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
             saved = layout.views(block)
             run = Pass(call, p, saved, scratch)
-            projected = scratch.take(x.shape, x.dtype)
+            projected, normed = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
             if call.normalize_before:
-                residual.norm_fwd(saved.self_norm_out, x, "self_norm", run)
-                self_attention_fwd(projected, saved.self_norm_out, run)
-                residual.add_norm_fwd(saved.cross_norm_out, projected, p.out_bias, x, "cross_norm", SELF_OUTPUT, run)
-                cross_attention_fwd(projected, saved.cross_norm_out, kv, run)
+                residual.norm_fwd(normed, x, "self_norm", run)
+                self_attention_fwd(projected, normed, run)
+                residual.add_norm_fwd(normed, projected, p.out_bias, x, "cross_norm", SELF_OUTPUT, run)
+                cross_attention_fwd(projected, normed, kv, run)
                 between = saved.cross_norm_sum
-                residual.add_norm_fwd(
-                    saved.final_norm_out, projected, p.cross_out_bias, between, "final_norm", CROSS_OUTPUT, run
-                )
-                feed_forward_fwd(projected, saved.final_norm_out, run)
+                residual.add_norm_fwd(normed, projected, p.cross_out_bias, between, "final_norm", CROSS_OUTPUT, run)
+                feed_forward_fwd(projected, normed, run)
                 residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, FFN_OUTPUT, run)
             else:
                 self_attention_fwd(projected, x, run)
-                residual.add_norm_fwd(saved.self_norm_out, projected, p.out_bias, x, "self_norm", SELF_OUTPUT, run)
-                cross_attention_fwd(projected, saved.self_norm_out, kv, run)
-                between = saved.self_norm_out
-                residual.add_norm_fwd(
-                    saved.cross_norm_out, projected, p.cross_out_bias, between, "cross_norm", CROSS_OUTPUT, run
-                )
-                feed_forward_fwd(projected, saved.cross_norm_out, run)
-                residual.add_norm_fwd(y, projected, p.fc2_bias, saved.cross_norm_out, "final_norm", FFN_OUTPUT, run)
+                # y is free for the first layer norm's output until its own turn comes.
+                residual.add_norm_fwd(y, projected, p.out_bias, x, "self_norm", SELF_OUTPUT, run)
+                cross_attention_fwd(projected, y, kv, run)
+                residual.add_norm_fwd(normed, projected, p.cross_out_bias, y, "cross_norm", CROSS_OUTPUT, run)
+                feed_forward_fwd(projected, normed, run)
+                residual.add_norm_fwd(y, projected, p.fc2_bias, normed, "final_norm", FFN_OUTPUT, run)
         if save:
             ctx.call, ctx.layout = call, layout
             ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
@@ -152,26 +147,32 @@ class DecoderLayerFunction(torch.autograd.Function):
             else:
                 dkv, dkv_slice = None, scratch.take((kv.shape[0], 2 * x.shape[1]), x.dtype)
             dropped, dsum, dresidual = (scratch.take(x.shape, x.dtype) for _ in range(3))
+            # dx is free for layer norm outputs until its own turn comes.
             if call.normalize_before:
+                normed = residual.norm_again(dx, saved.final_norm_sum, "final_norm", run)
                 dnormed = scratch.take(x.shape, x.dtype)
                 dprojected = residual.add_bwd(dropped, dy, "fc2_bias", FFN_OUTPUT, run)
-                feed_forward_bwd(dnormed, dprojected, saved.final_norm_out, run, False)
+                feed_forward_bwd(dnormed, dprojected, normed, run, False)
                 dprojected = residual.add_norm_bwd(
                     dropped, dsum, dnormed, dy, "cross_out_bias", "final_norm", CROSS_OUTPUT, run
                 )
-                cross_attention_bwd(dnormed, dkv_slice, dprojected, saved.cross_norm_out, kv, run, False)
+                normed = residual.norm_again(dx, saved.cross_norm_sum, "cross_norm", run)
+                cross_attention_bwd(dnormed, dkv_slice, dprojected, normed, kv, run, False)
                 dprojected = residual.add_norm_bwd(
                     dropped, dresidual, dnormed, dsum, "out_bias", "cross_norm", SELF_OUTPUT, run
                 )
-                self_attention_bwd(dnormed, dprojected, saved.self_norm_out, run, False)
+                normed = residual.norm_again(dx, x, "self_norm", run)
+                self_attention_bwd(dnormed, dprojected, normed, run, False)
                 residual.norm_bwd(dx, dnormed, dresidual, x, "self_norm", run)
             else:
                 dprojected = residual.add_norm_bwd(dropped, dsum, dy, None, "fc2_bias", "final_norm", FFN_OUTPUT, run)
-                feed_forward_bwd(dsum, dprojected, saved.cross_norm_out, run, True)
+                normed = residual.norm_again(dx, saved.cross_norm_sum, "cross_norm", run)
+                feed_forward_bwd(dsum, dprojected, normed, run, True)
                 dprojected = residual.add_norm_bwd(
                     dropped, dresidual, dsum, None, "cross_out_bias", "cross_norm", CROSS_OUTPUT, run
                 )
-                cross_attention_bwd(dresidual, dkv_slice, dprojected, saved.self_norm_out, kv, run, True)
+                normed = residual.norm_again(dx, saved.self_norm_sum, "self_norm", run)
+                cross_attention_bwd(dresidual, dkv_slice, dprojected, normed, kv, run, True)
                 dprojected = residual.add_norm_bwd(
                     dropped, dx, dresidual, None, "out_bias", "self_norm", SELF_OUTPUT, run
                 )

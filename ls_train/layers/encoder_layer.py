@@ -49,11 +49,10 @@ def encoder_block(
     rows: int, embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool, dtype: torch.dtype
 ) -> SavedBlock:
     """Return the layout of what an encoder layer saves for its backward, besides its input."""
-    self_norm, final_norm = (("out",), ("sum", "out")) if normalize_before else (("sum", "out"), ("sum",))
     fields = (
         *self_attention_fields(embed_dim, heads),
-        *residual.norm_fields("self_norm", embed_dim, self_norm),
-        *residual.norm_fields("final_norm", embed_dim, final_norm),
+        *residual.norm_fields("self_norm", embed_dim, not normalize_before),
+        *residual.norm_fields("final_norm", embed_dim),
         Field("hidden", ffn_dim),
     )
     return SavedBlock(fields, rows, dtype)
@@ -72,18 +71,18 @@ class EncoderLayerFunction(torch.autograd.Function):
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
             saved = layout.views(block)
             run = Pass(call, p, saved, scratch)
-            projected = scratch.take(x.shape, x.dtype)
+            projected, normed = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
             if call.normalize_before:
-                residual.norm_fwd(saved.self_norm_out, x, "self_norm", run)
-                self_attention_fwd(projected, saved.self_norm_out, run)
-                residual.add_norm_fwd(saved.final_norm_out, projected, p.out_bias, x, "final_norm", SELF_OUTPUT, run)
-                feed_forward_fwd(projected, saved.final_norm_out, run)
+                residual.norm_fwd(normed, x, "self_norm", run)
+                self_attention_fwd(projected, normed, run)
+                residual.add_norm_fwd(normed, projected, p.out_bias, x, "final_norm", SELF_OUTPUT, run)
+                feed_forward_fwd(projected, normed, run)
                 residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, FFN_OUTPUT, run)
             else:
                 self_attention_fwd(projected, x, run)
-                residual.add_norm_fwd(saved.self_norm_out, projected, p.out_bias, x, "self_norm", SELF_OUTPUT, run)
-                feed_forward_fwd(projected, saved.self_norm_out, run)
-                residual.add_norm_fwd(y, projected, p.fc2_bias, saved.self_norm_out, "final_norm", FFN_OUTPUT, run)
+                residual.add_norm_fwd(normed, projected, p.out_bias, x, "self_norm", SELF_OUTPUT, run)
+                feed_forward_fwd(projected, normed, run)
+                residual.add_norm_fwd(y, projected, p.fc2_bias, normed, "final_norm", FFN_OUTPUT, run)
         if save:
             ctx.call, ctx.layout = call, layout
             ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
@@ -105,18 +104,22 @@ class EncoderLayerFunction(torch.autograd.Function):
             writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[3:], sums)
             run = Pass(call, p, saved, scratch, writer)
             dropped, dsum = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
+            # dx is free for layer norm outputs until its own turn comes.
             if call.normalize_before:
+                normed = residual.norm_again(dx, saved.final_norm_sum, "final_norm", run)
                 dnormed = scratch.take(x.shape, x.dtype)
                 dprojected = residual.add_bwd(dropped, dy, "fc2_bias", FFN_OUTPUT, run)
-                feed_forward_bwd(dnormed, dprojected, saved.final_norm_out, run, False)
+                feed_forward_bwd(dnormed, dprojected, normed, run, False)
                 dprojected = residual.add_norm_bwd(
                     dropped, dsum, dnormed, dy, "out_bias", "final_norm", SELF_OUTPUT, run
                 )
-                self_attention_bwd(dnormed, dprojected, saved.self_norm_out, run, False)
+                normed = residual.norm_again(dx, x, "self_norm", run)
+                self_attention_bwd(dnormed, dprojected, normed, run, False)
                 residual.norm_bwd(dx, dnormed, dsum, x, "self_norm", run)
             else:
                 dprojected = residual.add_norm_bwd(dropped, dsum, dy, None, "fc2_bias", "final_norm", FFN_OUTPUT, run)
-                feed_forward_bwd(dsum, dprojected, saved.self_norm_out, run, True)
+                normed = residual.norm_again(dx, saved.self_norm_sum, "self_norm", run)
+                feed_forward_bwd(dsum, dprojected, normed, run, True)
                 dprojected = residual.add_norm_bwd(dropped, dx, dsum, None, "out_bias", "self_norm", SELF_OUTPUT, run)
                 self_attention_bwd(dx, dprojected, x, run, True)
         return None, None, dx if ctx.needs_input_grad[2] else None, *writer.finish()

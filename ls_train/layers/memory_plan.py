@@ -12,6 +12,7 @@ from ls_train.layers.decoder_layer import decoder_block
 from ls_train.layers.encoder_layer import encoder_block
 from ls_train.layers.transformer import LSTransformer
 from ls_train.memory import round_size
+from ls_train.ops.linear_cross_entropy import chunk_rows
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class MemoryPlan:
         optimizer: Adam's moments, and for 16-bit parameters the float32 master copy.
         saved: what forward keeps for backward: blocks, layer inputs, cross keys and values.
         workspace: scratch shared by all layers.
+        criterion: what the output projection with its loss holds at the end of the forward.
+        backward: what the first layer's backward adds while all blocks are still held: the gradient of the cross keys
+            and values and those of two activations.
     """
 
     parameters: int
@@ -31,11 +35,14 @@ class MemoryPlan:
     optimizer: int
     saved: int
     workspace: int
+    criterion: int
+    backward: int
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
-        return self.parameters + self.gradients + self.optimizer + self.saved + self.workspace
+        """Largest sum that is held at a time."""
+        lasting = self.parameters + self.gradients + self.optimizer + self.workspace
+        return lasting + self.saved + max(self.criterion, self.backward)
 
 
 def memory_plan(
@@ -44,7 +51,7 @@ def memory_plan(
     source_tokens: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> MemoryPlan:
-    """Return the memory of one training step, without the output projection and its loss.
+    """Return the memory of one training step with :func:`ls_train.ops.linear_cross_entropy.linear_cross_entropy`.
 
     Args:
         config: of the model.
@@ -66,7 +73,9 @@ def memory_plan(
         if layer.pre_layer_norm:
             saved += 2 * rows * _wide(dtype).itemsize
     size = config.decoder.hidden_size
-    saved += source_tokens * (config.num_decoder_layer * 2 * size + config.encoder.hidden_size) * dtype.itemsize
+    keys_values = source_tokens * config.num_decoder_layer * 2 * size * dtype.itemsize
+    saved += keys_values + source_tokens * config.encoder.hidden_size * dtype.itemsize
+    activation = tokens * size * dtype.itemsize
     state = 8 if dtype == torch.float32 else 12 if dtype.itemsize == 2 else 16
     return MemoryPlan(
         parameters=count * dtype.itemsize,
@@ -77,6 +86,11 @@ def memory_plan(
             _scratch(config.encoder, source_tokens, 0, 2, dtype),
             _scratch(config.decoder, tokens, source_tokens, 3, dtype),
         ),
+        # Features, their gradient, the logits of a chunk and the weight's gradient before it is rounded.
+        criterion=2 * activation
+        + chunk_rows(tokens) * config.vocab_size * dtype.itemsize
+        + config.vocab_size * size * _wide(dtype).itemsize,
+        backward=keys_values + 2 * activation,
     )
 
 

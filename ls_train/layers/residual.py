@@ -14,10 +14,13 @@ from ls_train.memory import Field
 ops = torch.ops.ls_train
 
 
-def norm_fields(name: str, embed_dim: int, outputs: tuple[str, ...]) -> tuple[Field, ...]:
-    """Return what layer norm ``name`` saves: its statistics and those of ``outputs`` ("sum", "out") it has."""
-    matrices = tuple(Field(f"{name}_{output}", embed_dim) for output in outputs)
-    return (*matrices, Field(f"{name}_mean", 0, True), Field(f"{name}_rstd", 0, True))
+def norm_fields(name: str, embed_dim: int, has_sum: bool = True) -> tuple[Field, ...]:
+    """Return what layer norm ``name`` saves: its statistics and, with ``has_sum``, the residual sum it is applied to.
+
+    Its output is not saved: :func:`norm_again` makes it from the sum.
+    """
+    statistics = Field(f"{name}_mean", 0, True), Field(f"{name}_rstd", 0, True)
+    return (Field(f"{name}_sum", embed_dim), *statistics) if has_sum else statistics
 
 
 def norm_fwd(y: Tensor, x: Tensor, name: str, run: Pass) -> None:
@@ -32,6 +35,17 @@ def norm_fwd(y: Tensor, x: Tensor, name: str, run: Pass) -> None:
         run.call.rows,
         run.call.eps,
     )
+
+
+def norm_again(y: Tensor, x: Tensor, name: str, run: Pass) -> Tensor:
+    """Return ``y`` after writing the output of layer norm ``name`` of ``x`` into it again, with the forward's bits."""
+    call, parameters = run.call, run.parameters
+    with run.scratch as scratch:
+        # The saved statistics must not change: a second backward may follow.
+        mean, rstd = (scratch.take(x.shape[:1], getattr(run.saved, f"{name}_mean").dtype) for _ in range(2))
+        weight, bias = getattr(parameters, f"{name}_weight"), getattr(parameters, f"{name}_bias")
+        ops.layer_norm_fwd(y, mean, rstd, x, weight, bias, call.rows, call.eps)
+    return y
 
 
 def norm_bwd(dx: Tensor, dy: Tensor, dresidual: Tensor, x: Tensor, name: str, run: Pass) -> None:

@@ -16,6 +16,7 @@ from ls_train.ops.cross_entropy import CrossEntropy, check_label_smoothing
 from ls_train.params import grad_slot
 
 _PARTS = 4
+_MANY_ROWS, _MANY_PARTS = 8192, 8  # an eighth of so many rows still fills the GPU
 # Smoothing spreads eps / (V - 1), 2.5e-6 for 0.1 over 40000 words, which is subnormal in float16.
 _FLOAT16_GRAD_SCALE = 32.0
 
@@ -61,8 +62,8 @@ def linear_cross_entropy(
 
 
 def chunk_rows(rows: int) -> int:
-    """Return the number of rows whose logits are held at a time: at most a quarter of ``rows``, evenly spread."""
-    largest = max(1, rows // _PARTS)
+    """Return the number of rows whose logits are held at a time, evenly spread: at most a quarter, of 8192 or more an eighth."""
+    largest = max(1, rows // (_MANY_PARTS if rows >= _MANY_ROWS else _PARTS))
     chunks = max(1, -(-rows // largest))
     return -(-rows // chunks)
 

@@ -130,6 +130,8 @@ def test_holds_at_most_a_quarter_of_the_logits() -> None:
     for rows in range(1, 200):
         step = chunk_rows(rows)
         assert 1 <= step <= max(1, rows // 4)
+    for rows in (8192, 8193, 15000):
+        assert chunk_rows(rows) <= rows // 8
     assert chunk_rows(0) == 0
 
 

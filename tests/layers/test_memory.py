@@ -214,3 +214,30 @@ def test_memory_plan(pre_layer_norm, activation_fn):
     assert plan.saved == pytest.approx(sum(size for _, size in saved.values()), rel=0.02)
     assert plan.workspace == workspace(features).capacity
     assert plan.total > plan.saved + plan.workspace
+
+
+@pytest.mark.parametrize("pre_layer_norm", [True, False], ids=["pre", "post"])
+def test_memory_of_transformer_big(pre_layer_norm):
+    """Six plus six layers, 15000 tokens, 16 bit: parameters, optimiser, activations and loss in 9 GiB."""
+    layers = {"num_encoder_layer": 6, "num_decoder_layer": 6, "share_all_embeddings": True}
+    config = LSTransformer.get_config(
+        "transformer-big", vocab_size=40000, pre_layer_norm=pre_layer_norm, activation_fn="relu", **layers
+    )
+    assert memory_plan(config, 15000, dtype=torch.bfloat16).total <= 9.0 * 2**30
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norm_outputs_made_again_have_the_same_bits(dtype, device):
+    """The backward multiplies with what the forward multiplied with."""
+    x, residual, weight, bias = (torch.randn(*s, device=device).to(dtype) for s in [(37, 64)] * 2 + [(64,)] * 2)
+    used, seed = torch.tensor([33], dtype=torch.int32, device=device), SEED.to(device)
+    y, total, again = (torch.empty_like(x) for _ in range(3))
+    mean, rstd = (torch.empty(37, device=device) for _ in range(2))
+    torch.ops.ls_train.bias_dropout_add_layer_norm_fwd(
+        y, total, mean, rstd, x, bias, residual, weight, bias, seed, used, 1e-5, 0.1, 3
+    )
+    torch.ops.ls_train.layer_norm_fwd(
+        again, torch.empty_like(mean), torch.empty_like(rstd), total, weight, bias, used, 1e-5
+    )
+    assert torch.equal(again, y)
