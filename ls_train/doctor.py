@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ls_train import _library
+from ls_train import _library, build
 
 MINIMUM_PYTHON = (3, 10)
 MINIMUM_TORCH = (2, 10)
@@ -120,18 +120,12 @@ def cuda_runtime() -> Finding:
 
 
 def nvcc() -> Finding:
-    """Look for the CUDA compiler: CUDA_HOME, then PATH, then /usr/local/cuda."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    candidates = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
-    candidates += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
-    path = next((candidate for candidate in candidates if candidate and os.access(candidate, os.X_OK)), None)
-    if path is None:
-        return Finding(
-            "nvcc",
-            "not found",
-            "only needed to compile the GPU operators: install the CUDA toolkit and put nvcc on PATH or set CUDA_HOME",
-        )
-    return Finding("nvcc", _version(path))
+    """Look for the CUDA compiler where the build looks for it."""
+    try:
+        home = build.cuda_home()
+    except build.BuildError as error:
+        return Finding("nvcc", "not found", f"only needed to compile the GPU operators: {error}")
+    return Finding("nvcc", _version(str(home / "bin" / "nvcc")))
 
 
 def host_compiler() -> Finding:
