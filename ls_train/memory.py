@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace, TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 256
 """Bytes to which every tensor inside a block or workspace is aligned (16 would do for vector loads)."""
+
+_REMEMBERED = 1024  # tensors of one workspace
 
 
 class Field(NamedTuple):
@@ -56,13 +58,20 @@ class SavedBlock:
     def __init__(self, fields: Sequence[Field], rows: int, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._statistics = torch.promote_types(dtype, torch.float32)
-        self._views: list[tuple[str, bool, tuple[int, ...], tuple[int, ...], int]] = []
-        start = 0
+        kinds: dict[tuple[int, bool], list[str]] = {}
         for name, columns, statistics in fields:
+            kinds.setdefault((columns, statistics), []).append(name)
+        # Equal fields lie at equal distances, so that two calls give the views of all of them.
+        self._views: list[tuple[list[str], bool, tuple[int, ...], tuple[int, ...], int]] = []
+        start = 0
+        for (columns, statistics), names in kinds.items():
             itemsize = (self._statistics if statistics else dtype).itemsize
             shape, strides = ((rows, columns), (columns, 1)) if columns else ((rows,), (1,))
-            self._views.append((name, statistics, shape, strides, start // itemsize))
-            start += aligned(rows * max(1, columns) * itemsize)
+            size = aligned(rows * max(1, columns) * itemsize)
+            if len(names) > 1:
+                shape, strides = (len(names), *shape), (size // itemsize, *strides)
+            self._views.append((names, statistics, shape, strides, start // itemsize))
+            start += len(names) * size
         self.size = round_size(start)
 
     def allocate(self, like: Tensor) -> Tensor:
@@ -73,30 +82,36 @@ class SavedBlock:
         """Return the tensors inside ``block`` as attributes named after the fields."""
         statistics_block = block.view(self._statistics)
         begin, statistics_begin = block.storage_offset(), statistics_block.storage_offset()
-        views = SimpleNamespace()
-        for name, statistics, shape, strides, offset in self._views:
+        views: dict[str, Tensor] = {}
+        for names, statistics, shape, strides, offset in self._views:
             if statistics:
                 view = statistics_block.as_strided(shape, strides, statistics_begin + offset)
             else:
                 view = block.as_strided(shape, strides, begin + offset)
-            setattr(views, name, view)
-        return views
+            views.update(zip(names, (view,) if len(names) == 1 else view.unbind(0), strict=True))
+        return SimpleNamespace(**views)
 
 
 class Workspace:
     """Scratch memory that grows when a call needs more and never shrinks; used as a stack.
 
     Use as a context manager: what was taken inside is given back at the end. Tensors from it must not outlive the
-    call that took them.
+    call that took them. Layers of one shape take the same tensors, which are therefore remembered.
 
     Attributes:
         retain: keep outgrown storage alive. Set once a CUDA graph was captured, which goes on writing to it.
+        in_capture: storage that is allocated now belongs to the pool of a graph, which keeps the memory by itself.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.retain = False
+        self.in_capture = False
+        self._pooled = False
         self._storage = torch.empty(0, dtype=torch.uint8, device=device)
         self._typed: dict[torch.dtype, Tensor] = {}
+        self._taken: dict[tuple[int, Sequence[int], torch.dtype], tuple[Tensor, int]] = {}
+        self._views: dict[tuple[Any, ...], Any] = {}
+        self._known: set[int] = set()
         self._outgrown: list[Tensor] = []
         self._used = 0
         self._marks: list[int] = []
@@ -120,15 +135,23 @@ class Workspace:
         size += self._used
         if size <= self.capacity:
             return
-        if self.retain:
+        if self.retain and not self._pooled:
             self._outgrown.append(self._storage)
         # A first call in inference mode must not make it unusable for training.
         with torch.inference_mode(False):
+            # The old storage goes first, unless somebody uses it.
+            self._storage = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+            self._forget()
             self._storage = torch.empty(round_size(size), dtype=torch.uint8, device=self._storage.device)
-        self._typed = {}
+        self._pooled = self.in_capture
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised contiguous tensor; it is valid until the innermost ``with`` block ends."""
+        key = (self._used, shape, dtype)
+        known = self._taken.get(key)
+        if known is not None:
+            tensor, self._used = known
+            return tensor
         count = math.prod(shape)
         strides = [1] * len(shape)
         for i in range(len(shape) - 1, 0, -1):
@@ -137,12 +160,42 @@ class Workspace:
         self.reserve(size)
         start = self._used
         self._used = start + size
-        base = self._typed.get(dtype)
-        if base is None:
-            with torch.inference_mode(False):
+        if len(self._taken) >= _REMEMBERED:
+            self._forget()
+        with torch.inference_mode(False):
+            base = self._typed.get(dtype)
+            if base is None:
                 base = self._typed[dtype] = self._storage.view(dtype)
-        return base.as_strided(shape, strides, start // dtype.itemsize)
+            tensor = base.as_strided(shape, strides, start // dtype.itemsize)
+        self._taken[key] = tensor, self._used
+        self._known.add(id(tensor))
+        return tensor
 
+    def view(self, tensor: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return ``function(tensor, *arguments)``, views of ``tensor``; remembered where :meth:`take` gave it."""
+        if id(tensor) not in self._known:
+            return function(tensor, *arguments)
+        key = (id(tensor), function, *arguments)
+        views = self._views.get(key)
+        if views is None:
+            with torch.inference_mode(False):
+                views = self._views[key] = function(tensor, *arguments)
+        return views
+
+    def _forget(self) -> None:
+        """Drop all tensors that are remembered; those in use stay valid."""
+        self._typed, self._taken, self._views, self._known = {}, {}, {}, set()
+
+
+def _current_stream(device: torch.device) -> int:
+    """Return the handle of the current stream; a Python object for it would cost several microseconds a call."""
+    if _RAW_STREAM is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _RAW_STREAM(device.index)
+
+
+# Not public, but used by the code that torch.compile generates.
+_RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _by_stream: dict[tuple[torch.device, int], Workspace] = {}
 _by_thread = threading.local()
@@ -159,13 +212,14 @@ def workspace(like: Tensor, size: int = 0) -> Workspace:
     """
     device = like.device
     if device.type == "cuda":
-        key, spaces = (device, torch.cuda.current_stream(device).cuda_stream), _by_stream
+        key, spaces = (device, _current_stream(device)), _by_stream
     else:
         key, spaces = device, _by_thread.__dict__
     space = spaces.get(key)
     if space is None:
         space = spaces[key] = Workspace(device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        space.retain = True
+    if device.type == "cuda":
+        space.in_capture = torch.cuda.is_current_stream_capturing()
+        space.retain |= space.in_capture
     space.reserve(size)
     return space

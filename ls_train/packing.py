@@ -6,6 +6,7 @@ Inside the layers a batch is its real tokens one after another, sentence by sent
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Packing:
     batch: int
     length: int
 
-    @property
+    @cached_property
     def rows(self) -> Tensor:
         """Number of used rows: int32 (1,), a view of the last element of ``cu_seqlens``."""
         return self.cu_seqlens[-1:]

@@ -7,41 +7,29 @@ together lie together, so that q, k and v are one GEMM (:func:`joined`).
 - Each parameter keeps a storage of its own that covers exactly its elements (an alias of the buffer's memory made with
   DLPack). ``state_dict``, ``torch.save`` and pickle therefore store a parameter and not the buffer around it, and
   ``copy.deepcopy`` gives independent parameters.
-- Order: layers declare what belongs together with :func:`keep_together`. Deepcopy drops such a declaration; parameters
-  that are given with their names are recognised by fairseq's names as well.
+- Order: layers declare what belongs together with ``keep_together``. Deepcopy drops such a declaration; parameters
+  that are given with their names are recognised by fairseq's names as well (:mod:`ls_train.flat_order`).
 - :meth:`FlatBuffer.intact` notices when something (``.half()``, ``param.data = ...``) took a parameter out again.
 """
 
 from __future__ import annotations
 
-import re
-import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
-from torch.utils.weak import WeakTensorKeyDictionary
 
-ALIGNMENT = 64  # elements: every group of parameters that is multiplied together starts at a multiple of 128 bytes
+from ls_train.flat_order import arrange, group_of
 
-_buffers = WeakTensorKeyDictionary()  # parameter -> weak reference to the FlatBuffer that owns it
+_REMEMBERED = 4096  # views and groups of slots that one buffer remembers
 
-_SELF_ATTENTION = re.compile(r"^(.*?)self_attn\.([qkv])_proj\.(weight|bias)$")
-_CROSS_ATTENTION = re.compile(r"^(.*?)(\d+)\.encoder_attn\.([kv])_proj\.(weight|bias)$")
+# id(parameter) -> weak reference to the FlatBuffer that owns it and keeps it, and so the id, alive
+_owners: dict[int, weakref.ref[FlatBuffer]] = {}
 
-
-def keep_together(tensors: Iterable[Tensor]) -> None:
-    """Declare that parameters are to lie directly one after another, in this order, once they are flattened.
-
-    Called by a layer for (q, k, v) weights and biases, and by a decoder for all layers' cross k0, v0, k1, v1, ...
-    A parameter belongs to one such group; a later call replaces an earlier one. ``Module.half`` and ``Module.to`` keep
-    the declaration, ``copy.deepcopy`` drops it: a module may declare again in ``__setstate__``.
-    """
-    key = uuid.uuid4().hex
-    for index, tensor in enumerate(tensors):
-        tensor.flat_group = (key, index)
+_generation = 0  # number of buffers built so far
 
 
 def grad_slot(param: Tensor) -> GradSlot | None:
@@ -53,6 +41,23 @@ def grad_slot(param: Tensor) -> GradSlot | None:
     return buffer.slot(param) if buffer is not None and buffer.direct_grads else None
 
 
+def grad_slots(params: Sequence[Tensor | None]) -> GradSlots | None:
+    """Return the slots of ``params`` together, or None where one has no slot, comes twice or is another buffer's."""
+    buffer = _owner(params[0])
+    return buffer.slots(params) if buffer is not None and buffer.direct_grads else None
+
+
+def transposed(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the transpose of :func:`joined`, remembered for parameters of a flat buffer."""
+    buffer = _owner(tensors[0])
+    if buffer is not None:
+        views = buffer.views(tensors)
+        if views is not None:
+            return views[1]
+    view = tensors[0] if len(tensors) == 1 else joined(tensors)
+    return None if view is None else view.t()
+
+
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return one view ``(sum of rows, ...)`` of tensors that lie directly one after another, else None.
 
@@ -60,11 +65,12 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     autograd history.
     """
     first = tensors[0]
-    if any(t.dtype != first.dtype or t.shape[1:] != first.shape[1:] for t in tensors):
-        return None
     buffer = _owner(first)
     if buffer is not None:
-        return buffer.joined(tensors)
+        views = buffer.views(tensors)
+        return None if views is None else views[0]
+    if any(t.dtype != first.dtype or t.shape[1:] != first.shape[1:] for t in tensors):
+        return None
     storage, offset = first.untyped_storage()._cdata, first.storage_offset()
     for tensor in tensors:
         if tensor.untyped_storage()._cdata != storage or tensor.storage_offset() != offset:
@@ -110,6 +116,29 @@ class GradSlot:
             listener(self)
 
 
+class GradSlots:
+    """Slots of the parameters of one layer, in the layer's order.
+
+    Attributes:
+        slots: one for each parameter, no two equal.
+        opened: for whoever writes them: what it made of the slots of a group of parameters.
+    """
+
+    __slots__ = ("opened", "slots")
+
+    def __init__(self, slots: Sequence[GradSlot]) -> None:
+        self.slots = tuple(slots)
+        self.opened: dict[Any, Any] = {}
+
+    def state(self) -> bool | None:
+        """Return whether all slots are written, or all empty; None where they differ or autograd left a gradient."""
+        written = self.slots[0].written
+        for slot in self.slots:
+            if slot.param.grad is not (slot.tensor if written else None):
+                return None
+        return written
+
+
 class FlatBuffer:
     """Parameters of one dtype and device in one contiguous tensor.
 
@@ -150,8 +179,14 @@ class FlatBuffer:
         self._index = {id(param): slot for slot, param in enumerate(self.params)}
         self._grad: Tensor | None = None
         self._slots: list[GradSlot] = []
-        for param in self.params:
-            _buffers[param] = weakref.ref(self)
+        # Ownership of a parameter changes only here, so that other buffers' groups are valid until then.
+        self._groups: dict[tuple[int, ...], tuple[int, GradSlots | None]] = {}
+        self._views: dict[tuple[int, ...], tuple[list[int], Tensor, Tensor]] = {}
+        ids = list(self._index)
+        reference = weakref.ref(self, lambda gone: _forget(ids, gone))
+        _owners.update(dict.fromkeys(ids, reference))
+        global _generation
+        _generation += 1
 
     @property
     def grad(self) -> Tensor:
@@ -164,6 +199,20 @@ class FlatBuffer:
         self._allocate_grads()
         return self._slots[self._index[id(param)]]
 
+    def slots(self, params: Sequence[Tensor | None]) -> GradSlots | None:
+        """Return the slots of ``params``, or None where one is not this buffer's or comes twice."""
+        self._allocate_grads()
+        key = tuple(map(id, params))
+        generation, group = self._groups.get(key, (None, None))
+        if generation != _generation:
+            group = None
+            if len(set(key)) == len(key) and all(_owner(param) is self for param in params):
+                group = GradSlots([self._slots[self._index[i]] for i in key])
+            if len(self._groups) >= _REMEMBERED:
+                self._groups.clear()
+            self._groups[key] = _generation, group
+        return group
+
     def intact(self) -> bool:
         """Return whether every parameter still lies where this buffer put it."""
         return [param.data_ptr() for param in self.params] == self._pointers
@@ -172,8 +221,27 @@ class FlatBuffer:
         """Return the part of ``flat`` (n,) that is ``slot``'s, in the parameter's shape and as a storage of its own."""
         return self._window(flat, self.begins[slot], self.params[slot])
 
-    def joined(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """Return the view of parameters ``tensors`` if they are neighbours in this buffer, else None."""
+    def views(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Return the view of parameters ``tensors`` if they are neighbours in this buffer, else None.
+
+        With it comes its transpose; what is not a matrix stands in for its own.
+        """
+        key = tuple(map(id, tensors))
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        known = self._views.get(key)
+        if known is not None and known[0] == pointers:
+            return known[1:]
+        view = self._joined(tensors)
+        if view is None:
+            return None
+        if len(self._views) >= _REMEMBERED:
+            self._views.clear()
+        with torch.inference_mode(False), torch.no_grad():
+            self._views[key] = pointers, view, view.t() if view.dim() == 2 else view
+        return self._views[key][1:]
+
+    def _joined(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        shape = tensors[0].shape
         slot = self._index[id(tensors[0])]
         begin = end = self.begins[slot]
         for tensor in tensors:
@@ -181,9 +249,14 @@ class FlatBuffer:
                 return None
             if tensor.data_ptr() != self._pointers[slot]:
                 return None
+            if tensor.shape[1:] != shape[1:] or tensor.dtype != self.data.dtype:
+                return None
             end += tensor.numel()
             slot += 1
-        return self.data[begin:end].view(sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
+        with torch.inference_mode(False), torch.no_grad():
+            if len(tensors) == 1:
+                return self.data[begin:end].view(shape)
+            return self.data[begin:end].view(sum(t.shape[0] for t in tensors), *shape[1:])
 
     def collect_grads(self) -> list[bool]:
         """Bring ordinary ``.grad`` tensors into ``grad`` and return for each slot whether it has a gradient.
@@ -206,6 +279,7 @@ class FlatBuffer:
             if self._grad is None or grads[0] is not self._slots[0].tensor:
                 self._grad = grads[0].detach().view(-1)
                 self._slots = [GradSlot(self.params[0], grads[0], self.listeners)]
+                self._groups.clear()
             return [True]
         self._allocate_grads()
         stray = [s for s, g in zip(self._slots, grads, strict=True) if g is not None and g is not s.tensor]
@@ -255,8 +329,8 @@ class FlatParameters:
             seen.add(id(param))
             _check(param, name)
             kind = (param.dtype, param.device, param.requires_grad) if flatten else id(param)
-            kinds.setdefault(kind, []).append((param, _group(param, name)))
-        self.buffers = [FlatBuffer(*_arrange(members, flatten)) for members in kinds.values()]
+            kinds.setdefault(kind, []).append((param, group_of(param, name)))
+        self.buffers = [FlatBuffer(*arrange(members, flatten)) for members in kinds.values()]
         self._direct_grads = False
 
     @property
@@ -289,8 +363,14 @@ class FlatParameters:
 
 
 def _owner(tensor: Tensor) -> FlatBuffer | None:
-    reference = _buffers.get(tensor)
+    reference = _owners.get(id(tensor))
     return reference() if reference is not None else None
+
+
+def _forget(ids: Sequence[int], gone: weakref.ref[FlatBuffer]) -> None:
+    for i in ids:
+        if _owners.get(i) is gone:
+            del _owners[i]
 
 
 def _check(param: Tensor, name: str | None) -> None:
@@ -301,33 +381,3 @@ def _check(param: Tensor, name: str | None) -> None:
         f"{label} of shape {tuple(param.shape)}, dtype {param.dtype}, layout {param.layout} cannot be flattened: only "
         "dense floating-point leaf tensors can; leave it to another optimiser"
     )
-
-
-def _group(param: Tensor, name: str | None) -> tuple:
-    """Return (key, index): parameters of one key lie together, ordered by index."""
-    hint = getattr(param, "flat_group", None)
-    if hint is not None:
-        return hint
-    if name is not None and (match := _SELF_ATTENTION.match(name)):
-        prefix, projection, kind = match.groups()
-        return (prefix, "self_attn", kind), "qkv".index(projection)
-    if name is not None and (match := _CROSS_ATTENTION.match(name)):
-        prefix, layer, projection, kind = match.groups()
-        return (prefix, "encoder_attn", kind), 2 * int(layer) + "kv".index(projection)
-    return id(param), 0
-
-
-def _arrange(members: list[tuple[Tensor, tuple]], pad: bool) -> tuple[list[Tensor], list[int]]:
-    """Return the parameters in buffer order and the length of each one's slot."""
-    groups: dict[object, list[tuple[int, Tensor]]] = {}
-    for param, (key, index) in members:
-        groups.setdefault(key, []).append((index, param))
-    params: list[Tensor] = []
-    lengths: list[int] = []
-    for group in groups.values():
-        ordered = [param for _, param in sorted(group, key=lambda entry: entry[0])]
-        params += ordered
-        lengths += [param.numel() for param in ordered]
-        if pad and len(members) > 1:
-            lengths[-1] += -sum(lengths[-len(ordered) :]) % ALIGNMENT
-    return params, lengths

@@ -14,6 +14,7 @@ from ls_train.layers.call import CROSS_ATTENTION, SELF_ATTENTION, Pass
 from ls_train.layers.linear import project, project_gradient
 from ls_train.layers.residual import column_sums
 from ls_train.memory import Field
+from ls_train.params import transposed
 
 ops = torch.ops.ls_train
 
@@ -50,7 +51,7 @@ def self_attention_fwd(y: Tensor, x: Tensor, run: Pass) -> None:
         call.attention_dropout,
         call.offset + SELF_ATTENTION,
     )
-    torch.mm(saved.attended, p.out_weight.t(), out=y)
+    torch.mm(saved.attended, transposed((p.out_weight,)), out=y)
 
 
 def self_attention_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate: bool) -> None:
@@ -60,7 +61,7 @@ def self_attention_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate:
         dattended = _output_projection_bwd(dy, "out_weight", saved.attended, run)
         dqkv = scratch.take(saved.qkv.shape, x.dtype)
         _attention_bwd(
-            _split_qkv(dqkv, call.heads),
+            scratch.view(dqkv, _split_qkv, call.heads),
             dattended,
             _split_qkv(saved.qkv, call.heads),
             saved.attended,
@@ -98,7 +99,7 @@ def cross_attention_fwd(y: Tensor, x: Tensor, kv: Tensor, run: Pass) -> None:
         call.attention_dropout,
         call.offset + CROSS_ATTENTION,
     )
-    torch.mm(saved.cross_attended, p.cross_out_weight.t(), out=y)
+    torch.mm(saved.cross_attended, transposed((p.cross_out_weight,)), out=y)
 
 
 def cross_attention_bwd(
@@ -115,7 +116,7 @@ def cross_attention_bwd(
         dattended = _output_projection_bwd(dy, "cross_out_weight", saved.cross_attended, run)
         dquery = scratch.take(saved.query.shape, x.dtype)
         _attention_bwd(
-            (_split_heads(dquery, call.heads), *_split_kv(dkv, 0, x.shape[1], call.heads)),
+            (scratch.view(dquery, _split_heads, call.heads), *_split_kv(dkv, 0, x.shape[1], call.heads)),
             dattended,
             (_split_heads(saved.query, call.heads), *_split_kv(kv, call.layer, x.shape[1], call.heads)),
             saved.cross_attended,
@@ -155,7 +156,7 @@ def _attention_bwd(
     ops.attention_bwd(
         *gradients,
         run.writer.sums,
-        _split_heads(dattended, heads),
+        run.scratch.view(dattended, _split_heads, heads),
         *inputs,
         _split_heads(attended, heads),
         lse,
@@ -178,5 +179,9 @@ def _split_qkv(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _split_kv(kv: Tensor, layer: int, embed_dim: int, heads: int) -> tuple[Tensor, Tensor]:
-    slice_ = kv[:, layer * 2 * embed_dim : (layer + 1) * 2 * embed_dim]
-    return slice_.unflatten(1, (2, heads, embed_dim // heads)).unbind(1)
+    row, column = kv.stride()
+    shape, strides = (
+        (2, kv.shape[0], heads, embed_dim // heads),
+        (embed_dim * column, row, embed_dim // heads * column, column),
+    )
+    return kv.as_strided(shape, strides, kv.storage_offset() + layer * 2 * embed_dim * column).unbind(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -77,11 +78,13 @@ class Pass(NamedTuple):
     writer: GradientWriter | None = None
 
 
+@lru_cache(maxsize=1024)
 def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, block: int) -> int:
     """Return the bytes of workspace that a layer's forward takes; ``block``: bytes of a block that is not saved."""
     return 2 * aligned(rows * embed_dim * itemsize) + aligned(rows * ffn_dim * itemsize) + aligned(block)
 
 
+@lru_cache(maxsize=1024)
 def backward_sums(rows: int, keys: int, embed_dim: int, ffn_dim: int, heads: int) -> int:
     """Return the largest number of float32 elements that an operator of a layer's backward needs for its sums.
 
@@ -101,6 +104,7 @@ def backward_sums(rows: int, keys: int, embed_dim: int, ffn_dim: int, heads: int
     )
 
 
+@lru_cache(maxsize=1024)
 def backward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, sums: int, buffers: int) -> int:
     """Return the bytes of workspace that a layer's backward takes.
 

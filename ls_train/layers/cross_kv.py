@@ -61,7 +61,9 @@ class CrossKVFunction(torch.autograd.Function):
         dkv = dkv.contiguous()
         with workspace(memory) as scratch:
             sums = scratch.take((bias_dropout_add_workspace(*dkv.shape),), torch.float32)
-            writer = GradientWriter(dict(enumerate(names)), parameters, ctx.leaves, ctx.needs_input_grad[2:], sums)
+            writer = GradientWriter(
+                dict(enumerate(names)), parameters, ctx.leaves, ctx.needs_input_grad[2:], sums, scratch
+            )
             column_sums(names[1::2], dkv, writer, ctx.rows)
             writer.linear(names[::2], dkv, memory)
         dmemory = None

@@ -140,7 +140,7 @@ class DecoderLayerFunction(torch.autograd.Function):
         sums = backward_sums(x.shape[0], kv.shape[0], x.shape[1], ffn_dim, call.heads)
         with workspace(x, backward_scratch(*x.shape, ffn_dim, x.itemsize, sums, buffers)) as scratch:
             sums = scratch.take((sums,), torch.float32)
-            writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[4:], sums)
+            writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[4:], sums, scratch)
             run = Pass(call, p, saved, scratch, writer)
             if ctx.needs_input_grad[3]:
                 dkv, dkv_slice = gradient_slice(dkv, kv, columns)
@@ -321,8 +321,9 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
 
     def _cross_modules(self) -> list[nn.Module]:
         """Return what :class:`DecoderLayerFunction` takes weight and bias of, in its order."""
-        own, attention = self._self_modules(), self.encoder_attn
-        return [*own[:5], attention.q_proj, attention.out_proj, self.encoder_attn_layer_norm, *own[5:]]
+        own = self._self_modules()
+        attention, norm = modules.children(self, "encoder_attn", "encoder_attn_layer_norm")
+        return [*own[:5], *modules.children(attention, "q_proj", "out_proj"), norm, *own[5:]]
 
     def _initialised_modules(self) -> list[nn.Module]:
         own, attention = self._self_modules(), self.encoder_attn

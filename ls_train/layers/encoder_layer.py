@@ -101,7 +101,7 @@ class EncoderLayerFunction(torch.autograd.Function):
         sums = backward_sums(x.shape[0], 0, x.shape[1], ffn_dim, call.heads)
         with workspace(x, backward_scratch(*x.shape, ffn_dim, x.itemsize, sums, buffers)) as scratch:
             sums = scratch.take((sums,), torch.float32)
-            writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[3:], sums)
+            writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[3:], sums, scratch)
             run = Pass(call, p, saved, scratch, writer)
             dropped, dsum = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
             # dx is free for layer norm outputs until its own turn comes.
@@ -276,17 +276,10 @@ class LSTransformerEncoderLayer(nn.Module):
 
     def _self_modules(self) -> list[nn.Module]:
         """Return what :class:`EncoderLayerFunction` takes weight and bias of, in its order."""
-        attention = self.self_attn
-        return [
-            attention.q_proj,
-            attention.k_proj,
-            attention.v_proj,
-            attention.out_proj,
-            self.self_attn_layer_norm,
-            self.fc1,
-            self.fc2,
-            self.final_layer_norm,
-        ]
+        attention, norm, *rest = modules.children(
+            self, "self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"
+        )
+        return [*modules.children(attention, "q_proj", "k_proj", "v_proj", "out_proj"), norm, *rest]
 
     def _initialised_modules(self) -> list[nn.Module]:
         """Return the modules in the order of ``initial_weights`` and ``initial_biases``."""

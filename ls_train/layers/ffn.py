@@ -8,6 +8,7 @@ from torch import Tensor
 from ls_train.layers.call import ACTIVATION, Call, Pass
 from ls_train.layers.linear import project_gradient
 from ls_train.ops.bias_activation_dropout import saves_output
+from ls_train.params import transposed
 
 ops = torch.ops.ls_train
 
@@ -21,9 +22,9 @@ def feed_forward_fwd(y: Tensor, x: Tensor, run: Pass) -> None:
     with scratch:
         inner = scratch.take(saved.hidden.shape, x.dtype)
         before, after = (inner, saved.hidden) if saves_output(call.activation) else (saved.hidden, inner)
-        torch.mm(x, p.fc1_weight.t(), out=before)
+        torch.mm(x, transposed((p.fc1_weight,)), out=before)
         _activation_fwd(after, before, p.fc1_bias, call)
-        torch.mm(after, p.fc2_weight.t(), out=y)
+        torch.mm(after, transposed((p.fc2_weight,)), out=y)
 
 
 def feed_forward_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate: bool) -> None:

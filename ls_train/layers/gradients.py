@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ls_train.params import GradSlot, grad_slot, joined
+from ls_train.memory import Workspace
+from ls_train.params import GradSlot, GradSlots, grad_slot, grad_slots, joined
 
 
 class _Opened(NamedTuple):
@@ -24,12 +25,16 @@ class _Opened(NamedTuple):
 class GradientWriter:
     """Gradients of one backward call.
 
+    Where all parameters have slots in one state (the rule), what :meth:`open` returns is remembered with the slots.
+    A parameter must then always come in the same group.
+
     Args:
         index: place of each parameter, by name.
         parameters: the parameters as saved for the backward (hooks may have replaced them).
         leaves: the same parameters as the module holds them, which decides about slots; None for none.
         needed: whether autograd wants each gradient.
         sums: float32 scratch for the operators' column sums, large enough for each of them.
+        scratch: where the caller's temporaries come from.
     """
 
     def __init__(
@@ -39,8 +44,15 @@ class GradientWriter:
         leaves: Sequence[Tensor | None],
         needed: Sequence[bool],
         sums: Tensor | None = None,
+        scratch: Workspace | None = None,
     ) -> None:
         self.sums = sums
+        self._scratch = scratch
+        self._direct: GradSlots | None = grad_slots(leaves) if all(needed) else None
+        self._written = None if self._direct is None else self._direct.state()
+        if self._written is None:
+            self._direct = None
+        self._begun: dict[Hashable, Sequence[GradSlot]] = {}
         self._index = index
         self._parameters = parameters
         self._leaves = leaves
@@ -57,6 +69,15 @@ class GradientWriter:
             groups: names of parameters whose gradients are written as one tensor, joined in the first dimension.
             always: also give a tensor (then thrown away) where no gradient is needed, instead of None.
         """
+        if self._direct is not None:
+            known = self._direct.opened.get(groups)
+            if known is None:
+                known = self._direct.opened[groups] = self._join(groups)
+            if known:
+                tensors, slots = known
+                accumulate = self._written or groups in self._begun
+                self._begun[groups] = slots
+                return tensors, accumulate
         entries = [self._open([self._index[name] for name in group], always) for group in groups]
         holding = [entry is not None and entry.direct and self._holds(entry.members[0]) for entry in entries]
         accumulate = any(holding) and all(entry is None or holds for entry, holds in zip(entries, holding))
@@ -77,10 +98,14 @@ class GradientWriter:
         """Write ``dy^T x``, the gradient of joined ``weights`` (M, K), from ``dy`` (N, M) and ``x`` (N, K)."""
         (target,), accumulate = self.open(weights)
         if target is not None:
-            torch.addmm(target, dy.t(), x, beta=1 if accumulate else 0, out=target)
+            dy_t = dy.t() if self._scratch is None else self._scratch.view(dy, torch.t)
+            torch.addmm(target, dy_t, x, beta=1 if accumulate else 0, out=target)
 
     def finish(self) -> list[Tensor | None]:
         """Mark the slots as written and return what autograd gets: a fresh gradient or None for each parameter."""
+        for slots in self._begun.values():
+            for slot in slots:
+                slot.commit()
         for members, tensor, direct in self._opened:
             start = 0
             for i in members:
@@ -96,6 +121,14 @@ class GradientWriter:
                     self._gradients[i] = tensor if len(members) == 1 else tensor[start : start + rows]
                 start += rows
         return self._gradients
+
+    def _join(self, groups: Sequence[Sequence[Hashable]]) -> tuple[list[Tensor], list[GradSlot]] | tuple[()]:
+        """Return the tensors of ``groups`` and all their slots, or nothing where slots do not lie together."""
+        members = [[self._direct.slots[self._index[name]] for name in group] for group in groups]
+        tensors = [group[0].tensor if len(group) == 1 else joined([slot.tensor for slot in group]) for group in members]
+        if any(tensor is None for tensor in tensors):
+            return ()
+        return tensors, [slot for group in members for slot in group]
 
     def _open(self, members: Sequence[int], always: bool) -> _Opened | None:
         missing = False

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ls_train.params import joined
+from ls_train.params import joined, transposed
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -23,13 +23,17 @@ def project(out: Tensor, x: Tensor, weights: Sequence[Tensor], biases: Sequence[
         weights: each (M, K).
         biases: each (M,), or None for none.
     """
-    weight = _join(weights)
-    bias = None if biases is None else _join(biases)
-    if weight is not None and (biases is None or bias is not None):
-        weights, biases = (weight,), None if biases is None else (bias,)
+    weight = transposed(weights)
+    if biases is None:
+        if weight is not None:
+            torch.mm(x, weight, out=out)
+            return
+    elif weight is not None and (bias := _join(biases)) is not None:
+        torch.addmm(bias, x, weight, out=out)
+        return
     column = 0
     for i, weight in enumerate(weights):
-        part = out if len(weights) == 1 else out[:, column : column + weight.shape[0]]
+        part = out[:, column : column + weight.shape[0]]
         if biases is None:
             torch.mm(x, weight.t(), out=part)
         else:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ls_train import rng
+from ls_train.flat_order import keep_together
 from ls_train.layers.config import LayerConfig
-from ls_train.params import keep_together
 
 
 class Attention(nn.Module):
@@ -90,7 +90,10 @@ def check_types(name: str, tensors: Sequence[Tensor], parameters: Sequence[Tenso
         ValueError: devices differ.
     """
     first = tensors[0]
-    for tensor in (*tensors, *parameters):
+    every = (*tensors, *parameters)
+    if {tensor.dtype for tensor in every} == {first.dtype} and {tensor.device for tensor in every} == {first.device}:
+        return
+    for tensor in every:
         if tensor.dtype != first.dtype:
             raise TypeError(
                 f"{name}: input is {first.dtype} but a parameter or second input is {tensor.dtype}; convert the module "
@@ -167,4 +170,17 @@ def check_rows(layer: str, name: str, x: Tensor, embed_dim: int) -> None:
 
 def parameters_of(layers: Iterable[nn.Module]) -> tuple[Tensor, ...]:
     """Return weight and bias of each module, one after another."""
-    return tuple(tensor for module in layers for tensor in (module.weight, module.bias))
+    tensors = []
+    for module in layers:
+        own = module._parameters  # much faster than attributes of modules
+        if "weight" in own and "bias" in own:
+            tensors += (own["weight"], own["bias"])
+        else:
+            tensors += (module.weight, module.bias)  # parametrised
+    return tuple(tensors)
+
+
+def children(module: nn.Module, *names: str) -> list[nn.Module]:
+    """Return the submodules ``names`` of ``module``."""
+    own = module._modules  # much faster than attributes of modules
+    return [own[name] if name in own else getattr(module, name) for name in names]

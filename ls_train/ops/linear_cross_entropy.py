@@ -62,7 +62,7 @@ def linear_cross_entropy(
 
 
 def chunk_rows(rows: int) -> int:
-    """Return the number of rows whose logits are held at a time, evenly spread: at most a quarter, of 8192 or more an eighth."""
+    """Return the number of rows whose logits are held at a time, evenly: a quarter, of 8192 or more an eighth."""
     largest = max(1, rows // (_MANY_PARTS if rows >= _MANY_ROWS else _PARTS))
     chunks = max(1, -(-rows // largest))
     return -(-rows // chunks)

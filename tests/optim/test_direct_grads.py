@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ls_train.flat_order import keep_together
 from ls_train.optim import FusedAdam
-from ls_train.params import grad_slot, joined, keep_together
+from ls_train.params import grad_slot, joined
 
 
 class _Project(torch.autograd.Function):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ls_train.params import ALIGNMENT, FlatParameters, grad_slot, joined, keep_together
+from ls_train.flat_order import ALIGNMENT, keep_together
+from ls_train.params import FlatParameters, grad_slot, joined
 
 
 class Attention(nn.Module):
