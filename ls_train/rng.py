@@ -2,15 +2,15 @@
 
 Generator: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). One call takes the
 64-bit seed as key and the counter ``(group, row mod 2**32, plane, offset)`` and gives four 32-bit words, used as eight
-16-bit lanes (lane ``2i`` is the low and ``2i + 1`` the high half of word ``i``): one call serves one 16-byte pack of
-half-precision elements. An element is kept when its lane is at least ``round(p * 65536)``.
+15-bit lanes (lane ``2i`` is bits 0-14 and ``2i + 1`` bits 16-30 of word ``i``): one call serves one 16-byte pack of
+half-precision elements. An element is kept when its lane is at least ``round(p * 32768)``.
 
 - Row-wise operators: ``plane = row >> 32``, ``group = column // 8``, lane ``column % 8``.
 - Attention: ``row`` is the packed query row, ``plane`` the head and the column the key position ``j`` in its own
   sequence: ``group = (j // 32) * 4 + (j % 8) // 2``, lane ``((j % 32) // 8) * 2 + j % 2``. A tensor-core accumulator
   holds columns ``8t + 2q`` and ``8t + 2q + 1`` in one thread, so 32 keys of a row cost each of its threads one call.
 
-``csrc/device.cuh`` implements the same function; the keep masks are equal bit for bit.
+``csrc/philox.cuh`` implements the same function; the keep masks are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
-LEVELS = 1 << 16
+LEVELS = 1 << 15
 _BLOCK = 1 << 14  # counters worked on at a time, so that the words of all rounds stay in the cache
 _MEMO_BYTES, _MEMO_MASKS = 1 << 27, 512
 
 
 def threshold(p: float) -> int:
-    """Return the number of the 65536 lane values that are dropped for dropout probability ``p``.
+    """Return the number of the 32768 lane values that are dropped for dropout probability ``p``.
 
     Raises:
         ValueError: ``p`` is not in [0, 1].
@@ -137,8 +137,8 @@ def _blocks(rows: int, groups: int) -> list[slice]:
 
 
 def _lanes(words: list[np.ndarray]) -> np.ndarray:
-    """Return the eight 16-bit lanes of four words as a new last dimension."""
-    halves = [half for word in words for half in (word & np.uint64(0xFFFF), word >> np.uint64(16))]
+    """Return the eight 15-bit lanes of four words as a new last dimension."""
+    halves = [half for word in words for half in (word & np.uint64(0x7FFF), word >> np.uint64(16) & np.uint64(0x7FFF))]
     return np.stack(halves, axis=-1, dtype=np.uint16, casting="unsafe")
 
 

@@ -41,7 +41,13 @@ __device__ __forceinline__ float activate(float x, Activation activation) {
     case Activation::kSwish:
       return x * sigmoid(x);
     default:
-      return x < 0.f ? 0.f : x;  // NaN stays NaN, so that overflows are noticed
+      // NaN stays NaN, so that overflows are noticed.
+#if __CUDA_ARCH__ >= 800
+      asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(x) : "f"(x));
+      return x;
+#else
+      return x < 0.f ? 0.f : x;
+#endif
   }
 }
 

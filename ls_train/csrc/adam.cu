@@ -1,7 +1,8 @@
 // Adam over a flat parameter buffer (ls_train/ops/adam.py has the formulas), and the counters before it.
 //
 // adam_kernel
-//   Grid four blocks a multiprocessor, block 256: every block an equal range of elements, gone over slot by slot. Reads
+//   Grid n / 16384, block 256: every block an equal range of elements, gone over slot by slot; short ranges keep the
+//   pages of the seven streams that are open at a time together. Reads
 //   grad once, reads and writes param or its float master, exp_avg and exp_avg_sq once, writes the 16-bit param once:
 //   28 bytes a parameter, with 16-bit param and grad as with float ones.
 // adam_prepare_kernel
@@ -14,6 +15,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 4;
+constexpr int64_t kBlockElements = 16 * 1024;
 
 template <class T>
 struct Adam {
@@ -198,8 +200,7 @@ cudaError_t adam(const TensorRef& param, const TensorRef& master, const TensorRe
     a.eps_after_correction = eps_after_correction;
     if (a.n == 0) return cudaSuccess;
     const auto launch = [&](auto kernel) {
-      const int64_t blocks = std::min<int64_t>(multiprocessors() * kBlocksPerMultiprocessor,
-                                               ceil_div<int64_t>(a.n, kThreads * kPackWidth<T>));
+      const int64_t blocks = ceil_div<int64_t>(a.n, kBlockElements);
       kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(a);
       return cudaGetLastError();
     };

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "philox.cuh"
 #include "tensor_ref.h"
@@ -116,8 +117,18 @@ __device__ __forceinline__ Pack<T, kWidth> zero_pack() {
 
 template <class T, int kWidth>
 __device__ __forceinline__ void unpack(const Pack<T, kWidth>& pack, float (&x)[kWidth]) {
+  if constexpr (std::is_same_v<T, bfloat16> && kWidth % 2 == 0) {
+    // A bfloat16 is the upper half of a float: one instruction an element, where the conversion takes two.
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(&pack);
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) x[i] = to_float(pack.v[i]);
+    for (int i = 0; i < kWidth / 2; ++i) {
+      x[2 * i] = __uint_as_float(words[i] << 16);
+      x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) x[i] = to_float(pack.v[i]);
+  }
 }
 
 // Hides where the pack's value came from, so that it stays packed in registers: the compiler would otherwise keep its
@@ -128,13 +139,6 @@ __device__ __forceinline__ void keep_packed(Pack<T, kWidth>& pack) {
     uint4& word = reinterpret_cast<uint4&>(pack);
     asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
   }
-}
-
-// Values as they read back after a store as T.
-template <class T, int kWidth>
-__device__ __forceinline__ void round_to(float (&x)[kWidth]) {
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) x[i] = to_float(from_float<T>(x[i]));
 }
 
 template <class T, int kWidth>

@@ -62,7 +62,7 @@ template <class T>
 cudaError_t layer_norm_bwd_wide(const NormBackward<T>& a, int row_blocks, cudaStream_t stream);
 
 template <class T, int kWidth, bool kAdd>
-__global__ void __launch_bounds__(kMaxLanes) layer_norm_fwd_kernel(const NormForward<T> a) {
+__global__ void __launch_bounds__(kMaxLanes, kWidth > 1 ? 2 : 1) layer_norm_fwd_kernel(const NormForward<T> a) {
   constexpr int kPacks = kForwardElements<T, kWidth> / kWidth;
   constexpr bool kOneChunk = kWidth > 1;
   __shared__ float scratch[kWarp];
@@ -117,8 +117,9 @@ __global__ void __launch_bounds__(kMaxLanes) layer_norm_fwd_kernel(const NormFor
           unpack(residual[k], add);
 #pragma unroll
           for (int i = 0; i < kWidth; ++i) v[k][i] = used ? v[k][i] + add[i] : 0.f;
-          store(a.sum + base + c, pack_floats<T>(v[k]));
-          round_to<T>(v[k]);  // the statistics are those of the stored sum, which the backward reads
+          const Pack<T, kWidth> rounded = pack_floats<T>(v[k]);
+          store(a.sum + base + c, rounded);
+          unpack(rounded, v[k]);  // the statistics are those of the stored sum, which the backward reads
         }
       }
 #pragma unroll
@@ -211,16 +212,18 @@ __global__ void __launch_bounds__(kMaxLanes) layer_norm_bwd_kernel(const NormBac
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
+        float d[kWidth], x[kWidth], w[kWidth];  // columns and rows beyond the end have d = 0
+        unpack(dy[r][k], d);
+        unpack(normalised[r][k], x);
+        unpack(weight[k], w);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          // Columns and rows beyond the end have dy = 0.
-          const float d = to_float(dy[r][k].v[i]);
-          const float xhat = (to_float(normalised[r][k].v[i]) - mean[r]) * rstd[r];
-          const float g = d * to_float(weight[k].v[i]);
+          const float xhat = (x[i] - mean[r]) * rstd[r];
+          const float g = d[i] * w[i];
           sums[2 * r] += g;
           sums[2 * r + 1] += g * xhat;
-          dweight[k][i] += d * xhat;
-          dnorm_bias[k][i] += d;
+          dweight[k][i] += d[i] * xhat;
+          dnorm_bias[k][i] += d[i];
         }
       }
     }
@@ -240,12 +243,15 @@ __global__ void __launch_bounds__(kMaxLanes) layer_norm_bwd_kernel(const NormBac
       for (int k = 0; k < kPacks; ++k) {
         if (row >= a.n || column(k) >= a.columns) continue;
         const int64_t at = row * a.columns + column(k);
-        float d[kWidth];
+        float d[kWidth], x[kWidth], w[kWidth], other[kWidth];
+        unpack(dy[r][k], d);
+        unpack(normalised[r][k], x);
+        unpack(weight[k], w);
+        unpack(dsum[r][k], other);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          const float xhat = (to_float(normalised[r][k].v[i]) - mean[r]) * rstd[r];
-          const float g = to_float(dy[r][k].v[i]) * to_float(weight[k].v[i]);
-          d[i] = rstd[r] * (g - mean_g - xhat * mean_gx) + to_float(dsum[r][k].v[i]);  // zero in unused rows
+          const float xhat = (x[i] - mean[r]) * rstd[r];
+          d[i] = rstd[r] * (d[i] * w[i] - mean_g - xhat * mean_gx) + other[i];  // zero in unused rows
         }
         store(a.dresidual + at, pack_floats<T>(d));
         if constexpr (kAdd) {

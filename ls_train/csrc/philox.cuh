@@ -13,12 +13,12 @@ namespace ls_train {
 struct Dropout {  // what the host knows, passed to kernels by value
   const int64_t* seed;
   uint32_t offset;
-  uint32_t threshold;  // lanes below it are dropped; 0: no dropout, seed is not read; 65536: everything is dropped
+  uint32_t threshold;  // lanes below it are dropped; 0: no dropout, seed is not read; 32768: everything is dropped
   float scale;         // factor of kept elements
 };
 
 inline Dropout make_dropout(const TensorRef& seed, double p, int64_t offset) {
-  constexpr double kLevels = 65536.0;
+  constexpr double kLevels = 32768.0;
   const double dropped = std::nearbyint(p * kLevels);  // to even at ties, as Python's round
   const double scale = dropped < kLevels ? kLevels / (kLevels - dropped) : 0.0;
   return {seed.as<const int64_t>(), static_cast<uint32_t>(offset), static_cast<uint32_t>(dropped),
@@ -26,26 +26,37 @@ inline Dropout make_dropout(const TensorRef& seed, double p, int64_t offset) {
 }
 
 struct DropoutKey {  // what a thread keeps in registers
-  uint32_t key0, key1, offset, threshold;
+  static constexpr uint32_t kKeepAll = 0x80008000u;
+
+  uint32_t key0, key1, offset;
+  uint32_t lift;  // 2^15 - threshold in both halves: added to a lane it reaches bit 15 where the element is kept
   float scale;
 
-  __device__ __forceinline__ bool active() const { return threshold != 0; }
+  __device__ __forceinline__ bool active() const { return lift != kKeepAll; }
 };
+
+// x, which is equal in all running lanes; the compiler then computes what depends on it alone, such as round keys, in
+// uniform registers beside the busy integer pipe.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_or_sync(__activemask(), x);
+#else
+  return x;
+#endif
+}
 
 __device__ __forceinline__ DropoutKey dropout_key(const Dropout& dropout) {
   const uint64_t seed = dropout.threshold != 0 ? static_cast<uint64_t>(*dropout.seed) : 0;
-  return {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), dropout.offset, dropout.threshold,
-          dropout.scale};
+  return {uniform(static_cast<uint32_t>(seed)), uniform(static_cast<uint32_t>(seed >> 32)), dropout.offset,
+          (0x8000u - dropout.threshold) * 0x10001u, dropout.scale};
 }
 
 // Decisions for eight elements from one generator call; index with compile-time constants only.
 struct Keep8 {
-  uint32_t word[4];
-  uint32_t threshold;
+  uint32_t word[4];  // bit 15 of half i % 2 of word i / 2 says whether lane i is kept: one test, no extraction
 
   __device__ __forceinline__ bool operator[](int lane) const {
-    const uint32_t w = word[lane / 2];
-    return (lane % 2 ? w >> 16 : w & 0xffffu) >= threshold;
+    return lane % 2 ? static_cast<int32_t>(word[lane / 2]) < 0 : (word[lane / 2] & 0x8000u) != 0;
   }
 };
 
@@ -62,7 +73,8 @@ __device__ __forceinline__ Keep8 keep8_plane(const DropoutKey& key, uint32_t pla
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return {{c0, c1, c2, c3}, key.threshold};
+  constexpr uint32_t kLanes = 0x7fff7fffu;
+  return {{(c0 & kLanes) + key.lift, (c1 & kLanes) + key.lift, (c2 & kLanes) + key.lift, (c3 & kLanes) + key.lift}};
 }
 
 // Row-wise operators: elements 8 * group to 8 * group + 7 of a row.
