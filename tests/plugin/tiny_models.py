@@ -7,6 +7,8 @@ from fairseq import models
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 from fairseq.data import Dictionary
 
+import fairseq_plugin  # noqa: F401  registers the architectures
+
 TINY = {
     "encoder_embed_dim": 32,
     "encoder_ffn_embed_dim": 48,
