@@ -256,7 +256,7 @@ def test_checkpoints_go_both_ways(runs, run_cli, plain, lm_data, tmp_path):
     exported = tmp_path / "exported.pt"
     run_cli(export.main, "--to", "fairseq", folder / "ours" / "checkpoint_last.pt", exported).check()
     extra = ["--share-decoder-input-output-embed", "--decoder-normalize-before", "--max-update", UPDATES + 3]
-    # Continued in its third epoch, a run of ours keeps its batches and fairseq makes new ones: all start with the first.
+    # Continued in a later epoch, a run of ours keeps its batches and fairseq makes new ones: all start with the first.
     extra += ["--disable-validation", "--no-save", "--reset-dataloader"]
     jobs = {
         side: run_cli.start(precise(main), *command(lm_data, tmp_path, names, *extra, "--restore-file", start))
