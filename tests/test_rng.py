@@ -57,7 +57,9 @@ def test_blocks_do_not_show() -> None:
     large = rng.keep_mask(SEED, 1, 1000, 403, 0.3)
     assert torch.equal(large[:7, :16], rng.keep_mask(SEED, 1, 7, 16, 0.3))
     last = rng.philox(int(SEED), (np.arange(51), 999, 0, 1))
-    lanes = np.stack([h for w in last for h in (w & np.uint64(0x7FFF), w >> np.uint64(16) & np.uint64(0x7FFF))], -1).reshape(-1)[:403]
+    lanes = np.stack(
+        [h for w in last for h in (w & np.uint64(0x7FFF), w >> np.uint64(16) & np.uint64(0x7FFF))], -1
+    ).reshape(-1)[:403]
     assert torch.equal(large[999], torch.from_numpy(lanes >= rng.threshold(0.3)))
     rows = torch.arange(3000)
     large = rng.attention_keep_mask(SEED, 1, rows, 2, 97, 0.3)
