@@ -1,4 +1,4 @@
-"""Record of a GPU run: ``pytest tests/kernels --record FILE`` writes which operators passed at which types, and where."""
+"""``pytest tests/kernels --record FILE`` writes which operators passed on a GPU at which types, and on what machine."""
 
 from __future__ import annotations
 
