@@ -57,18 +57,19 @@ class FusedLoss(FairseqCriterion):
     loss_options = LossOptions()
     logs_nll_loss = False
 
-    def packed_sums(self, features: Tensor, weight: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def packed_sums(
+        self, features: Tensor, weight: Tensor, target: Tensor, rows: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return the sums that :meth:`forward` logs, under its names, of a batch without padding; ``loss`` first.
 
         Args:
             features: (N, C), of the decoder.
             weight: (V, C), of the output projection.
             target: int64 (N,).
+            rows: int32 (1,) on the device, number of used rows; None: all.
         """
         label_smoothing, _, count_correct = self.loss_options
-        outputs = linear_cross_entropy(
-            features, weight, target, label_smoothing, self.padding_idx, count_correct=count_correct
-        )
+        outputs = linear_cross_entropy(features, weight, target, label_smoothing, self.padding_idx, rows, count_correct)
         sums = {"loss": outputs.loss}
         if self.logs_nll_loss:
             sums["nll_loss"] = outputs.nll

@@ -9,9 +9,11 @@ the 16-bit parameters themselves: it keeps float32 masters and divides by the lo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import field, make_dataclass
 from typing import Any
 
 import torch
+from fairseq.dataclass import ChoiceEnum
 from fairseq.optim import FairseqOptimizer, register_optimizer
 from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 from fairseq.optim.fp16_optimizer import MemoryEfficientFP16Optimizer
@@ -38,11 +40,27 @@ class _FairseqFusedAdam(FusedAdam):
         return any(buffer.data.element_size() == 2 for buffer in self.buffers)
 
 
-@register_optimizer("ls_adam", dataclass=FairseqAdamConfig)
+_GRAPH_HELP = (
+    "replay forward and backward as CUDA graphs, one for each of a few levels of batch sizes: on, off or auto, which "
+    "is on wherever the plugin's own training step runs on one GPU"
+)
+# fairseq and hydra want types as annotations, which this module's are not.
+LSAdamConfig = make_dataclass(
+    "LSAdamConfig",
+    [("ls_cuda_graph", ChoiceEnum(["auto", "on", "off"]), field(default="off", metadata={"help": _GRAPH_HELP}))],
+    bases=(FairseqAdamConfig,),
+    namespace={
+        "__module__": __name__,
+        "__doc__": "fairseq's options of Adam, and how the training step around it runs.",
+    },
+)
+
+
+@register_optimizer("ls_adam", dataclass=LSAdamConfig)
 class LSAdam(FairseqAdam):
     """fairseq's Adam (decoupled weight decay, eps outside the bias correction) in two launches an update."""
 
-    def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:
+    def __init__(self, cfg: LSAdamConfig, params: Any) -> None:
         """Build over ``params``.
 
         Raises:

@@ -33,9 +33,10 @@ from torch import Tensor
 
 from fairseq_plugin.data_parallel import TRAIN_TIME, Ranks
 from fairseq_plugin.optimizer import LSFP16Optimizer
-from fairseq_plugin.packed import pack_batch, packed_features
+from fairseq_plugin.packed import PackedBatch, StaticBatches, pack_batch, packed_features
 from fairseq_plugin.pending import PendingUpdate
 from fairseq_plugin.step_options import obstacles
+from ls_train.graph import CapturedCalls
 from ls_train.optim import DynamicLossScale, FusedAdam
 
 logger = logging.getLogger(__name__)
@@ -56,10 +57,13 @@ class LSTrainer(FairseqTrainer):
         self._earlier_lr: list[float] | None = None
         self._loss_scale: DynamicLossScale | None = None
         self._ranks: Ranks | None = None
+        self._graphs: tuple[StaticBatches, CapturedCalls] | None = None
         self._epoch_iterator: Any = None
         super().__init__(cfg, task, model, criterion, quantizer)
         if reasons:
             logger.info(f"training step: fairseq's own runs because of {', '.join(reasons)}")
+        if getattr(cfg.optimizer, "ls_cuda_graph", "off") == "on" and not (self.is_lean and self._replays):
+            logger.info("--ls-cuda-graph on: no graphs; they need the plugin's own training step and one GPU")
 
     # What fairseq builds
 
@@ -69,7 +73,7 @@ class LSTrainer(FairseqTrainer):
         return super().use_distributed_wrapper and not self.is_lean
 
     def _build_optimizer(self) -> None:
-        self._loss_scale = None
+        self._loss_scale = self._graphs = None
         if not self.is_lean:
             super()._build_optimizer()
             return
@@ -147,14 +151,17 @@ class LSTrainer(FairseqTrainer):
             torch.cuda.empty_cache()
         if self._ranks is None:
             sample_size = 0.0 if is_dummy else sum(part["sample_size"] for part in counts)
-            factor = torch.full((1,), 1.0 / (sample_size or 1.0), device=self.device)
+            inverse = 1.0 / (sample_size or 1.0)
+            factor = (
+                torch.full((1,), inverse, device=self.device) if self._scale is None else self._scale.inverse(inverse)
+            )
         else:
             seconds = self._local_cumulative_training_time()
             total = self._ranks.sum_statistics(sums, counts, seconds, is_dummy)
             factor = self._ranks.size / total["sample_size"].view(1).clamp(min=1.0)
             sums, counts = [total], [{}]
-        if self._scale is not None:
-            factor.div_(self._scale.scale)
+            if self._scale is not None:
+                factor.div_(self._scale.scale)
         norm, found_inf = fused.measured_step(factor, self.cfg.optimization.clip_norm)
         if self._scale is not None:
             self._scale.update(found_inf)
@@ -196,12 +203,38 @@ class LSTrainer(FairseqTrainer):
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         if self._dummy_batch == "DUMMY":
             self._dummy_batch = sample
-        criterion, model = self._criterion, self._model
-        batch = pack_batch(sample, criterion.padding_idx, self.device, criterion.loss_options.prefix)
+        criterion = self._criterion
+        if not self._replays:
+            batch = pack_batch(sample, criterion.padding_idx, self.device, criterion.loss_options.prefix)
+            return self._compute(batch, index, gradient, is_dummy), criterion.host_counts(sample, batch.counted)
+        batches, graphs = self._graph_parts()
+        shape, batch, counted = batches.load(sample)
+        sums = graphs((index, shape), lambda: self._compute(batch, index, gradient, is_dummy))
+        # The next micro-batch of this shape writes to the same memory.
+        return {name: value.clone() for name, value in sums.items()}, criterion.host_counts(sample, counted)
+
+    def _compute(self, batch: PackedBatch, index: int, gradient: Tensor | None, is_dummy: bool) -> dict[str, Tensor]:
+        """Run forward and backward of micro-batch ``index``; return the sums that it logs."""
+        model = self._model
         features = packed_features(model, batch, self._fused.updates + (self.cfg.common.seed + index * _SEED_STRIDE))
-        sums = criterion.packed_sums(features, model.decoder.output_projection.weight, batch.target)
+        rows = batch.packing.rows if batch.is_padded else None
+        sums = self._criterion.packed_sums(features, model.decoder.output_projection.weight, batch.target, rows)
         sums["loss"].backward(torch.zeros_like(sums["loss"]) if is_dummy else gradient)
-        return sums, criterion.host_counts(sample, batch.counted)
+        return {name: value.detach() for name, value in sums.items()}
+
+    @property
+    def _replays(self) -> bool:
+        """Whether forward and backward are replayed as CUDA graphs."""
+        return self.cuda and self.data_parallel_world_size == 1 and self.cfg.optimizer.ls_cuda_graph != "off"
+
+    def _graph_parts(self) -> tuple[StaticBatches, CapturedCalls]:
+        if self._graphs is None:
+            model, criterion = self._model, self._criterion
+            sides = [model.decoder, *([model.encoder] if hasattr(model, "encoder") else [])]
+            limits = [side.max_positions() for side in sides]
+            batches = StaticBatches(self.device, criterion.padding_idx, criterion.loss_options.prefix, limits)
+            self._graphs = batches, CapturedCalls(self.device, [p for p in model.parameters() if p.requires_grad])
+        return self._graphs
 
     def _dummy(self) -> Any:
         """Return the batch that stands in for an empty one."""
@@ -343,7 +376,7 @@ class LSTrainer(FairseqTrainer):
         """Load a checkpoint, see fairseq's trainer."""
         self._settle()
         result = super().load_checkpoint(*args, **kwargs)
-        self._loss_scale = None
+        self._loss_scale = self._graphs = None
         return result
 
 

@@ -49,6 +49,7 @@ class DynamicLossScale:
         self.scale = torch.full((1,), init_scale, dtype=torch.float32, device=device)
         self.exhausted = torch.zeros(1, dtype=torch.float32, device=device)
         self._counters = torch.tensor([0, -1, -1, 0], dtype=torch.int64, device=device)
+        self._zero, self._one = torch.zeros(1, device=device), torch.ones(1, device=device)
 
     def update(self, found_inf: Tensor) -> None:
         """Count one update, which overflowed where ``found_inf`` (float32 (1,), on the device) is not 0; one launch."""
@@ -63,6 +64,10 @@ class DynamicLossScale:
             0.0 if self.threshold is None else self.threshold,
             self.min_loss_scale,
         )
+
+    def inverse(self, value: float = 1.0) -> Tensor:
+        """Return ``value / scale``, float32 (1,); one launch."""
+        return torch.addcdiv(self._zero, self._one, self.scale, value=value)
 
     def check(self) -> None:
         """Raise if the scale has reached its minimum; reads the device.

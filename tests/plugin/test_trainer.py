@@ -119,7 +119,8 @@ def test_losses_equal_fairseqs(start, options):
         numbers = [{name: float(value) for name, value in output.items()} for output in (found, expected)]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-5)
         losses.append(numbers[1]["loss"])
-    assert losses[-1] < 0.95 * losses[0]
+    # A sum over the sentence depends on how long the batch's sentences are.
+    assert losses[-1] < 0.95 * losses[0] or "--sentence-avg" in options
 
 
 @pytest.mark.parametrize("options", [["--bf16"], ["--bf16", "--update-freq", 2, "--clip-norm", 0.5]])
