@@ -91,13 +91,15 @@ def _model_options(state: Mapping[str, Any]) -> Any:
 
 
 def _rename(options: Any) -> None:
-    """Replace the plugin's registered names in a group of options by fairseq's, in place, and forget its folder."""
+    """Replace the plugin's registered names in a group of options by fairseq's, in place; drop its folder and flags."""
     values: MutableMapping[str, Any] = vars(options) if isinstance(options, Namespace) else options
     if not isinstance(values, MutableMapping):
         return
     for key in ("_name", "arch", "criterion", "optimizer", "task"):
         if isinstance(values.get(key), str):
             values[key] = optimizer_state.fairseq_name(values[key])
+    for key in [key for key in values if key.startswith("ls_")]:
+        del values[key]
     folder = values.get("user_dir")
     if isinstance(folder, str) and os.path.basename(folder.rstrip("/")) == os.path.basename(user_dir.PLUGIN_DIR):
         values["user_dir"] = None
