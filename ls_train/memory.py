@@ -92,6 +92,18 @@ class SavedBlock:
         return SimpleNamespace(**views)
 
 
+def kept(views: SimpleNamespace) -> SimpleNamespace | None:
+    """Return ``views`` of a block for the backward to use again, or None while hooks on saved tensors are active.
+
+    Such hooks may move the block somewhere else, and views would keep it where it is. The backward must let go of the
+    views, so that the block is freed when autograd drops it.
+    """
+    return views if _saved_tensors_hooks(False) is None else None
+
+
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 class Workspace:
     """Scratch memory that grows when a call needs more and never shrinks; used as a stack.
 
@@ -124,6 +136,11 @@ class Workspace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._used = self._marks.pop()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a call holds tensors of it."""
+        return bool(self._marks)
 
     @property
     def capacity(self) -> int:
@@ -185,6 +202,17 @@ class Workspace:
     def _forget(self) -> None:
         """Drop all tensors that are remembered; those in use stay valid."""
         self._typed, self._taken, self._views, self._known = {}, {}, {}, set()
+
+
+def release_workspaces() -> None:
+    """Free the scratch memory of all streams that is not in use and that no CUDA graph writes to.
+
+    Call it where a stream will not be used again, for example after warming up for a graph.
+    """
+    for spaces in (_by_stream, _by_thread.__dict__):
+        for key, space in list(spaces.items()):
+            if not space.retain and not space.in_use:
+                del spaces[key]
 
 
 def _current_stream(device: torch.device) -> int:

@@ -33,8 +33,7 @@ def self_attention_fwd(y: Tensor, x: Tensor, run: Pass) -> None:
     """Write self-attention of ``x`` (N, C), without output bias, into ``y``."""
     call, p, saved = run.call, run.parameters, run.saved
     project(saved.qkv, x, (p.q_weight, p.k_weight, p.v_weight), (p.q_bias, p.k_bias, p.v_bias))
-    q, k, v = _split_qkv(saved.qkv, call.heads)
-    attended = _split_heads(saved.attended, call.heads)
+    q, k, v, attended = _self_heads(run)
     ops.attention_fwd(
         attended,
         saved.lse,
@@ -63,8 +62,7 @@ def self_attention_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate:
         _attention_bwd(
             scratch.view(dqkv, _split_qkv, call.heads),
             dattended,
-            _split_qkv(saved.qkv, call.heads),
-            saved.attended,
+            _self_heads(run),
             saved.lse,
             (call.cu, call.cu),
             (call.max_length, call.max_length),
@@ -81,10 +79,9 @@ def cross_attention_fwd(y: Tensor, x: Tensor, kv: Tensor, run: Pass) -> None:
     """Write attention of ``x`` (N, C) to this layer's slice of ``kv`` (Ns, L * 2C), without output bias, into ``y``."""
     call, p, saved = run.call, run.parameters, run.saved
     project(saved.query, x, (p.cross_q_weight,), (p.cross_q_bias,))
-    q = _split_heads(saved.query, call.heads)
-    k, v = _split_kv(kv, call.layer, x.shape[1], call.heads)
+    q, k, v, attended = _cross_heads(kv, run)
     ops.attention_fwd(
-        _split_heads(saved.cross_attended, call.heads),
+        attended,
         saved.cross_lse,
         q,
         k,
@@ -118,8 +115,7 @@ def cross_attention_bwd(
         _attention_bwd(
             (scratch.view(dquery, _split_heads, call.heads), *_split_kv(dkv, 0, x.shape[1], call.heads)),
             dattended,
-            (_split_heads(saved.query, call.heads), *_split_kv(kv, call.layer, x.shape[1], call.heads)),
-            saved.cross_attended,
+            _cross_heads(kv, run),
             saved.cross_lse,
             (call.cu, call.memory_cu),
             (call.max_length, call.memory_max_length),
@@ -142,8 +138,7 @@ def _output_projection_bwd(dy: Tensor, weight: str, attended: Tensor, run: Pass)
 def _attention_bwd(
     gradients: tuple[Tensor, Tensor, Tensor],
     dattended: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    attended: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
     lse: Tensor,
     starts: tuple[Tensor, Tensor],
     lengths: tuple[int, int],
@@ -158,7 +153,6 @@ def _attention_bwd(
         run.writer.sums,
         run.scratch.view(dattended, _split_heads, heads),
         *inputs,
-        _split_heads(attended, heads),
         lse,
         *starts,
         call.seed,
@@ -168,6 +162,26 @@ def _attention_bwd(
         call.attention_dropout,
         call.offset + site,
     )
+
+
+def _self_heads(run: Pass) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, k, v and the output of self-attention, (N, H, D) each; the views stay with the saved block's."""
+    saved, heads = run.saved, run.call.heads
+    views = getattr(saved, "self_heads", None)
+    if views is None:
+        views = saved.self_heads = (*_split_qkv(saved.qkv, heads), _split_heads(saved.attended, heads))
+    return views
+
+
+def _cross_heads(kv: Tensor, run: Pass) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, k, v and the output of cross attention, (N or Ns, H, D) each."""
+    saved, call = run.saved, run.call
+    views = getattr(saved, "cross_heads", None)
+    if views is None:
+        q, attended = _split_heads(saved.query, call.heads), _split_heads(saved.cross_attended, call.heads)
+        keys_values = _split_kv(kv, call.layer, saved.query.shape[1], call.heads)
+        views = saved.cross_heads = (q, *keys_values, attended)
+    return views
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:

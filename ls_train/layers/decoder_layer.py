@@ -35,7 +35,7 @@ from ls_train.layers.cross_kv import cross_kv, finish_slice, gradient_slice
 from ls_train.layers.encoder_layer import EncoderLayerFunction, LSTransformerEncoderLayer
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
 from ls_train.layers.gradients import GradientWriter
-from ls_train.memory import Field, SavedBlock, workspace
+from ls_train.memory import Field, SavedBlock, kept, workspace
 from ls_train.packing import Packing
 
 
@@ -119,7 +119,7 @@ class DecoderLayerFunction(torch.autograd.Function):
                 feed_forward_fwd(projected, normed, run)
                 residual.add_norm_fwd(y, projected, p.fc2_bias, normed, "final_norm", FFN_OUTPUT, run)
         if save:
-            ctx.call, ctx.layout = call, layout
+            ctx.call, ctx.layout, ctx.saved = call, layout, kept(saved)
             ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
             ctx.save_for_backward(x, kv, block, *parameters)
             ctx.set_materialize_grads(False)
@@ -131,9 +131,11 @@ class DecoderLayerFunction(torch.autograd.Function):
         """Return the gradients of ``x``, ``kv`` and of the parameters that have no slot in a flat buffer."""
         x, kv, block, *parameters = ctx.saved_tensors
         if dy is None:
+            ctx.saved = None
             return None, None, None, dkv, *([None] * len(parameters))
         call, p = ctx.call, DecoderParameters(*parameters)
-        saved = ctx.layout.views(block)
+        saved = ctx.saved if ctx.saved is not None else ctx.layout.views(block)
+        ctx.saved = None
         dy, dx = dy.contiguous(), torch.empty_like(x)
         columns = slice(call.layer * 2 * x.shape[1], (call.layer + 1) * 2 * x.shape[1])
         ffn_dim, buffers = p.fc1_weight.shape[0], 4 if call.normalize_before else 3

@@ -16,7 +16,7 @@ from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call, Pass, backward_s
 from ls_train.layers.config import LayerConfig, from_preset
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
 from ls_train.layers.gradients import GradientWriter
-from ls_train.memory import Field, SavedBlock, workspace
+from ls_train.memory import Field, SavedBlock, kept, workspace
 from ls_train.packing import Packing
 
 
@@ -84,7 +84,7 @@ class EncoderLayerFunction(torch.autograd.Function):
                 feed_forward_fwd(projected, normed, run)
                 residual.add_norm_fwd(y, projected, p.fc2_bias, normed, "final_norm", FFN_OUTPUT, run)
         if save:
-            ctx.call, ctx.layout = call, layout
+            ctx.call, ctx.layout, ctx.saved = call, layout, kept(saved)
             ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
             ctx.save_for_backward(x, block, *parameters)
         return y
@@ -95,7 +95,8 @@ class EncoderLayerFunction(torch.autograd.Function):
         """Return the gradients of ``x`` and of the parameters that have no slot in a flat buffer."""
         x, block, *parameters = ctx.saved_tensors
         call, p = ctx.call, EncoderParameters(*parameters)
-        saved = ctx.layout.views(block)
+        saved = ctx.saved if ctx.saved is not None else ctx.layout.views(block)
+        ctx.saved = None
         dy, dx = dy.contiguous(), torch.empty_like(x)
         ffn_dim, buffers = p.fc1_weight.shape[0], 3 if call.normalize_before else 2
         sums = backward_sums(x.shape[0], 0, x.shape[1], ffn_dim, call.heads)

@@ -99,7 +99,10 @@ class GradientWriter:
         (target,), accumulate = self.open(weights)
         if target is not None:
             dy_t = dy.t() if self._scratch is None else self._scratch.view(dy, torch.t)
-            torch.addmm(target, dy_t, x, beta=1 if accumulate else 0, out=target)
+            if accumulate:
+                torch.addmm(target, dy_t, x, out=target)
+            else:
+                torch.mm(dy_t, x, out=target)
 
     def finish(self) -> list[Tensor | None]:
         """Mark the slots as written and return what autograd gets: a fresh gradient or None for each parameter."""

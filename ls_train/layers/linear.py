@@ -56,5 +56,8 @@ def project_gradient(dx: Tensor, dy: Tensor, weights: Sequence[Tensor], accumula
     column = 0
     for weight in weights:
         part = dy if len(weights) == 1 else dy[:, column : column + weight.shape[0]]
-        torch.addmm(dx, part, weight, beta=1 if accumulate or column else 0, out=dx)
+        if accumulate or column:
+            torch.addmm(dx, part, weight, out=dx)
+        else:
+            torch.mm(part, weight, out=dx)
         column += weight.shape[0]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ls_train import memory
@@ -10,7 +11,7 @@ from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
 from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
 from ls_train.layers.memory_plan import memory_plan
 from ls_train.layers.transformer import LSTransformer
-from ls_train.memory import ALIGNMENT, Field, SavedBlock, Workspace, round_size, workspace
+from ls_train.memory import ALIGNMENT, Field, SavedBlock, Workspace, release_workspaces, round_size, workspace
 from ls_train.packing import Packing
 from ls_train.testing import devices
 from tests.layers.comparison import gradients
@@ -123,6 +124,66 @@ def test_small_layer_then_big_layer():
         layer.forward_packed(x, packing).sum().backward()
         assert x.grad.isfinite().all()
         assert workspace(x).capacity > 0
+
+
+def test_released_scratch_is_made_again():
+    x = torch.randn(4)
+    first = workspace(x, 100)
+    with first:
+        release_workspaces()
+        assert workspace(x) is first, "it is in use"
+    first.retain = True
+    release_workspaces()
+    assert workspace(x) is first, "a graph writes to it"
+    first.retain = False
+    release_workspaces()
+    assert workspace(x) is not first
+
+
+def test_remembered_scratch_is_forgotten_when_it_grows():
+    space = Workspace(torch.device("cpu"))
+    with space:
+        small = space.take((2, 3), torch.float32)
+        turned = space.view(small, torch.t)
+        assert space.view(small, torch.t) is turned
+    with space:
+        assert space.take((2, 3), torch.float32) is small
+        space.take((1000, 1000), torch.float32)
+        assert space.view(small, torch.t) is not turned
+    with space:
+        again = space.take((2, 3), torch.float32)
+        assert again.data_ptr() == space.take((1000, 1000), torch.float32).data_ptr() - ALIGNMENT
+        assert space.view(again, torch.t).data_ptr() == again.data_ptr()
+
+
+def test_scratch_remembers_a_bounded_number_of_shapes():
+    space = Workspace(torch.device("cpu"))
+    for rows in range(1, 3000):
+        with space:
+            space.view(space.take((rows, 2), torch.float32), torch.t)
+    assert len(space._taken) <= 1024
+    assert len(space._views) <= 1024
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_a_backward_lets_go_of_the_saved_blocks(retain_graph):
+    """While the loss is still there; a graph that is retained keeps them, and gives the same gradients again."""
+    model = transformer()
+    blocks = []
+    allocate = SavedBlock.allocate
+
+    def remember(self, like):
+        block = allocate(self, like)
+        blocks.append(StorageWeakRef(block.untyped_storage()))
+        return block
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SavedBlock, "allocate", remember)
+        loss = loss_of(model)
+    assert len(blocks) == 4
+    assert not any(block.expired() for block in blocks)
+    loss.backward(retain_graph=retain_graph)
+    assert all(block.expired() != retain_graph for block in blocks)
 
 
 def test_training_after_a_first_call_in_inference_mode():
