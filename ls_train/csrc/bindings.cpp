@@ -158,8 +158,8 @@ struct Call {
     check_workspace(workspace, sums * std::min<int64_t>(kMaxRowBlocks, sizes['N']) * sizes['C']);
   }
 
-  // Whether the dropout drops anything (rng.threshold(p) > 0).
-  bool drops() const { return std::nearbyint(p * 65536.0) > 0.0; }
+  // Whether the dropout drops anything: rng.threshold(p) > 0, make_dropout(...).threshold > 0.
+  bool drops() const { return std::nearbyint(p * 32768.0) > 0.0; }
 };
 
 cudaStream_t current_stream(const char* op, int device) {
