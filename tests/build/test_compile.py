@@ -16,8 +16,15 @@ from ls_train import build
 
 pytestmark = pytest.mark.timeout(1200)  # the first of these tests compiles everything for three targets
 
-ALLOWED_SPILLS: dict[str, int] = {}
-"""Kernel name: largest number of bytes that one of its instantiations may spill, with the reason beside it."""
+ALLOWED_SPILLS: dict[tuple[str, str], int] = {
+    # Its register bound was chosen for the best time on sm_90, where it spills nothing.
+    ("layer_norm_fwd_kernel", "sm_75"): 108,
+    ("layer_norm_fwd_kernel", "sm_80"): 20,
+    ("embedding_bwd_kernel", "sm_75"): 16,
+    # Heads of 32 only.
+    ("attention_bwd_kernel", "sm_90"): 12,
+}
+"""(Kernel, target): largest number of bytes that one of its instantiations may spill, with the reason beside it."""
 
 # Kernels that move no rows of activations: partial sums, counters, and fallbacks that go element by element.
 ELEMENTWISE = {
@@ -36,9 +43,18 @@ _ENTRY = re.compile(
 )
 
 
+def kernel_names() -> frozenset[str]:
+    """Return the names of all kernels in the sources."""
+    text = "\n".join(path.read_text() for path in build.SOURCE_DIR.glob("*.cu*"))
+    return frozenset(re.findall(r"__global__ void[^{;]*?\b(\w+_kernel)\(", text))
+
+
+KERNELS = kernel_names()
+
+
 def kernel_name(symbol: str) -> str:
     """Return the plain name of a mangled kernel, such as ``_ZN8ls_train11adam_kernelI6__halfEEv...``."""
-    return re.search(r"(?<=\d)[a-z_]+(?:_[a-z0-9]+)*_kernel", symbol)[0]
+    return next(name for name in sorted(KERNELS, key=len, reverse=True) if f"{len(name)}{name}" in symbol)
 
 
 def entries(ptx: Path) -> Iterator[tuple[str, str]]:
@@ -55,16 +71,14 @@ def test_compiles_without_warnings_for_every_target(compiled) -> None:
 
 
 def test_no_spills_outside_the_list(compiled) -> None:
-    spills = defaultdict(int)
-    kernels = set()
+    spills: dict[tuple[str, str], int] = defaultdict(int)
     for match in _ENTRY.finditer(compiled.log):
-        name = kernel_name(match["symbol"])
-        kernels.add(name)
-        spills[name] = max(spills[name], int(match["spilled"]))
-    assert len(kernels) > 15
-    too_many = {name: spilled for name, spilled in spills.items() if spilled > ALLOWED_SPILLS.get(name, 0)}
+        kernel = kernel_name(match["symbol"]), match["arch"]
+        spills[kernel] = max(spills[kernel], int(match["spilled"]))
+    assert {name for name, _ in spills} == KERNELS
+    too_many = {kernel: spilled for kernel, spilled in spills.items() if spilled > ALLOWED_SPILLS.get(kernel, 0)}
     assert not too_many, f"bytes of registers spilled to memory: {too_many}"
-    assert ALLOWED_SPILLS.keys() <= kernels, "ALLOWED_SPILLS names kernels that are gone"
+    assert ALLOWED_SPILLS.keys() <= spills.keys(), "ALLOWED_SPILLS names kernels that are gone"
 
 
 def test_memory_bound_kernels_move_16_bytes(compiled) -> None:
