@@ -60,9 +60,23 @@ class LSTrainer(FairseqTrainer):
         self._graphs: tuple[StaticBatches, CapturedCalls] | None = None
         self._epoch_iterator: Any = None
         super().__init__(cfg, task, model, criterion, quantizer)
+        # Every access to the configuration costs microseconds.
+        self._fp16, self._seed, self._clip_norm = cfg.common.fp16, cfg.common.seed, cfg.optimization.clip_norm
+        self._max_update = cfg.optimization.max_update
+        self._intervals = [
+            interval
+            for interval in (
+                cfg.common.log_interval,
+                cfg.checkpoint.save_interval_updates,
+                cfg.dataset.validate_interval_updates,
+            )
+            if interval > 0
+        ]
+        wanted = getattr(cfg.optimizer, "ls_cuda_graph", "off")
+        self._replays = wanted != "off" and self.is_lean and self.cuda and self.data_parallel_world_size == 1
         if reasons:
             logger.info(f"training step: fairseq's own runs because of {', '.join(reasons)}")
-        if getattr(cfg.optimizer, "ls_cuda_graph", "off") == "on" and not (self.is_lean and self._replays):
+        if wanted == "on" and not self._replays:
             logger.info("--ls-cuda-graph on: no graphs; they need the plugin's own training step and one GPU")
 
     # What fairseq builds
@@ -116,7 +130,7 @@ class LSTrainer(FairseqTrainer):
         self.set_num_updates(self.get_num_updates() + 1)
         if self._is_boundary(len(samples)):
             output = self._settle()
-        if self.cfg.common.fp16:
+        if self._fp16:
             metrics.log_scalar("loss_scale", self.optimizer.scaler.loss_scale, priority=700, round=4, weight=0)
         metrics.log_stop_time("train_wall")
         return output
@@ -128,7 +142,7 @@ class LSTrainer(FairseqTrainer):
             self._model.train()
         if not self._criterion.training:
             self._criterion.train()
-        uncertain = self._pending is not None and self.cfg.common.fp16
+        uncertain = self._pending is not None and self._fp16
         fused.expect(self.get_num_updates(), self._earlier_lr if uncertain else None)
         self._clear_gradients()
         try:
@@ -162,7 +176,7 @@ class LSTrainer(FairseqTrainer):
             sums, counts = [total], [{}]
             if self._scale is not None:
                 factor.div_(self._scale.scale)
-        norm, found_inf = fused.measured_step(factor, self.cfg.optimization.clip_norm)
+        norm, found_inf = fused.measured_step(factor, self._clip_norm)
         if self._scale is not None:
             self._scale.update(found_inf)
         return PendingUpdate(samples, sums, counts, norm, found_inf, factor)
@@ -216,16 +230,11 @@ class LSTrainer(FairseqTrainer):
     def _compute(self, batch: PackedBatch, index: int, gradient: Tensor | None, is_dummy: bool) -> dict[str, Tensor]:
         """Run forward and backward of micro-batch ``index``; return the sums that it logs."""
         model = self._model
-        features = packed_features(model, batch, self._fused.updates + (self.cfg.common.seed + index * _SEED_STRIDE))
+        features = packed_features(model, batch, self._fused.updates + (self._seed + index * _SEED_STRIDE))
         rows = batch.packing.rows if batch.is_padded else None
         sums = self._criterion.packed_sums(features, model.decoder.output_projection.weight, batch.target, rows)
         sums["loss"].backward(torch.zeros_like(sums["loss"]) if is_dummy else gradient)
         return {name: value.detach() for name, value in sums.items()}
-
-    @property
-    def _replays(self) -> bool:
-        """Whether forward and backward are replayed as CUDA graphs."""
-        return self.cuda and self.data_parallel_world_size == 1 and self.cfg.optimizer.ls_cuda_graph != "off"
 
     def _graph_parts(self) -> tuple[StaticBatches, CapturedCalls]:
         if self._graphs is None:
@@ -282,7 +291,7 @@ class LSTrainer(FairseqTrainer):
         if update is None:
             return None
         outcome = update.wait()
-        scaler = self.optimizer.scaler if self.cfg.common.fp16 else None
+        scaler = self.optimizer.scaler if self._fp16 else None
         if outcome.overflow:
             self.set_num_updates(self.get_num_updates() - 1)
             try:
@@ -300,23 +309,17 @@ class LSTrainer(FairseqTrainer):
             scaler.update()
         if self._ranks is not None:
             self._cumulative_training_time = outcome.logging_outputs[0].pop(TRAIN_TIME) / self._ranks.size
-        clip_norm = self.cfg.optimization.clip_norm
         metrics.log_speed("ups", 1.0, priority=100, round=2)
         metrics.log_scalar("gnorm", outcome.norm, priority=400, round=3)
-        if clip_norm > 0:
-            metrics.log_scalar("clip", 100.0 if outcome.norm > clip_norm else 0.0, priority=500, round=1)
+        if self._clip_norm > 0:
+            metrics.log_scalar("clip", 100.0 if outcome.norm > self._clip_norm else 0.0, priority=500, round=1)
         return self._reduce_and_log_stats(outcome.logging_outputs, outcome.sample_size)
 
     def _is_boundary(self, micro_batches: int) -> bool:
         """Return whether fairseq's loop does something at this number of updates that needs it to be exact."""
-        done, cfg = self.get_num_updates(), self.cfg
-        intervals = (
-            cfg.common.log_interval,
-            cfg.checkpoint.save_interval_updates,
-            cfg.dataset.validate_interval_updates,
-        )
-        is_last = 0 < cfg.optimization.max_update <= done
-        if done == 1 or is_last or any(interval > 0 and done % interval == 0 for interval in intervals):
+        done = self.get_num_updates()
+        is_last = 0 < self._max_update <= done
+        if done == 1 or is_last or any(done % interval == 0 for interval in self._intervals):
             self._log_memory()
             return True
         batches = getattr(self._epoch_iterator, "_cur_epoch_itr", None)

@@ -40,7 +40,7 @@ class CapturedCalls:
         captures: number of graphs captured so far.
     """
 
-    def __init__(self, device: torch.device, parameters: Iterable[Tensor], limit: int = 128) -> None:
+    def __init__(self, device: torch.device, parameters: Iterable[Tensor], limit: int = 256) -> None:
         """Prepare for functions on ``device`` that may write gradients of ``parameters``; keep ``limit`` graphs."""
         self.captures = 0
         self._parameters = list(parameters)
