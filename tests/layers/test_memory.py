@@ -89,7 +89,16 @@ def test_retained_storage_stays():
     with space:
         small = space.take((4,), torch.float32)
         space.take((10_000,), torch.float32)
-    assert any(small.data_ptr() == storage.data_ptr() for storage in space._outgrown)
+        space.in_capture = True
+        bigger = space.take((100_000,), torch.float32)
+        space.take((1_000_000,), torch.float32)
+
+    def retained(tensor):
+        begins = [(storage.data_ptr(), storage.numel()) for storage in space._outgrown]
+        return any(begin <= tensor.data_ptr() < begin + size for begin, size in begins)
+
+    assert retained(small)
+    assert not retained(bigger), "what was allocated during a capture is the graph's to keep"
 
 
 @pytest.mark.parametrize("device", devices())
