@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.fairseq_wps [--quick] [--output FILE]``. Each run is a process of its own on one data-bin of
 random tokens with lengths as in WMT14 English-German. Implementations: ``fairseq`` as it ships,
-``fairseq_no_cudnn_attention`` with torch's cuDNN attention off (it plans anew for every shape: the fair baseline), and
-``ls_train``. The figures are the medians of fairseq's own log after the first intervals.
+``fairseq_no_cudnn_attention`` with torch's cuDNN attention off (it plans anew for every shape: the fair baseline),
+``ls_train`` and ``ls_train_graph``, the same with ``--ls-cuda-graph on``. The figures are the medians of fairseq's own
+log after the first intervals.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from benchmarks.records import RESULTS, write_records
 VOCABULARY = 40000
 _MAX_TOKENS = (512, 1024, 4096, 8192, 15000)
 _QUICK = (4096, 15000)
-IMPLEMENTATIONS = ("ls_train", "fairseq_no_cudnn_attention", "fairseq")
+IMPLEMENTATIONS = ("ls_train", "ls_train_graph", "fairseq_no_cudnn_attention", "fairseq")
 _ARCHS = {"transformer_big_6e6d": "transformer_vaswani_wmt_en_de_big", "transformer_toy": "transformer_tiny"}
 _SKIPPED_INTERVALS = 2
 _PEAK = "peak memory of this run, bytes: "
 _START = {
     "ls_train": "from fairseq_plugin.cli import train as main",
+    "ls_train_graph": "from fairseq_plugin.cli import train as main",
     "fairseq": "from fairseq_cli.train import cli_main as main",
     "fairseq_no_cudnn_attention": (
         "import torch; torch.backends.cuda.enable_cudnn_sdp(False); from fairseq_cli.train import cli_main as main"
@@ -75,6 +77,8 @@ def arguments_of(
         f"--label-smoothing 0.1 --max-tokens {max_tokens} --max-update {updates} --no-save --disable-validation "
         f"--log-format json --log-interval {max(1, updates // 10)} --seed 1 --num-workers 4"
     )
+    if implementation == "ls_train_graph":
+        flags += " --ls-cuda-graph on"
     if precision != "fp32":
         flags += f" --{precision}"
     if not torch.cuda.is_available():
@@ -133,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS)
     parser.add_argument("--output", type=Path, default=RESULTS / "fairseq_wps.json")
     options = parser.parse_args(argv)
-    names = options.implementation or IMPLEMENTATIONS[: 2 if options.quick else 3]
+    names = options.implementation or IMPLEMENTATIONS[: -1 if options.quick else None]
     records = []
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
