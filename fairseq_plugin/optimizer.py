@@ -47,7 +47,7 @@ _GRAPH_HELP = (
 # fairseq and hydra want types as annotations, which this module's are not.
 LSAdamConfig = make_dataclass(
     "LSAdamConfig",
-    [("ls_cuda_graph", ChoiceEnum(["auto", "on", "off"]), field(default="auto", metadata={"help": _GRAPH_HELP}))],
+    [("ls_cuda_graph", ChoiceEnum(["auto", "on", "off"]), field(default="off", metadata={"help": _GRAPH_HELP}))],
     bases=(FairseqAdamConfig,),
     namespace={
         "__module__": __name__,
