@@ -12,9 +12,11 @@ _compat.import_fairseq()
 _compat.apply()
 
 from fairseq_plugin import checkpoint, criterion, guards, language_model, model, optimizer, trainer, user_dir  # noqa: E402
+from fairseq_plugin.model_options import install as _refuse_options  # noqa: E402
 
 checkpoint.install()
 guards.install()
+_refuse_options()
 trainer.install()
 user_dir.import_carried()
 

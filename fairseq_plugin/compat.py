@@ -35,6 +35,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fairseq_plugin.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 
@@ -264,6 +266,29 @@ def _dropped_sentences() -> None:
         return batches
 
     data_utils.batch_by_size = batch_by_size
+
+
+def _replacing_wants_numbers() -> bool:
+    from fairseq import utils
+
+    return _has_code(utils.replace_unk, "src_tokens[alignment[i]]")
+
+
+@_mend("--replace-unk takes alignments for numbers, but they are empty or lists of pairs", _replacing_wants_numbers)
+def _replaced_words() -> None:
+    from fairseq import utils
+
+    replace = utils.replace_unk
+
+    def replace_unk(hypo_str: str, src_str: str, alignment: Any, align_dict: dict[str, str], unk: str) -> str:
+        if not isinstance(alignment, list) or not all(isinstance(pair, tuple) for pair in alignment):
+            raise UserError(
+                "--replace-unk needs to know which source word an unknown one comes from: add --print-alignment hard"
+            )
+        sources = {target: source for source, target in alignment}
+        return replace(hypo_str, src_str, sources, align_dict, unk)
+
+    utils.replace_unk = replace_unk
 
 
 def _cpu_ranks_do_not_start() -> bool:

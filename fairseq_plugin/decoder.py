@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fairseq_plugin import old_names
 from fairseq_plugin.encoder import EncoderOut
+from fairseq_plugin.errors import UserError
 from fairseq_plugin.model_options import layer_config
 from ls_train.layers import transformer
 from ls_train.packing import Packing
@@ -44,10 +45,10 @@ class LSTransformerDecoder(transformer.LSTransformerDecoder, FairseqIncrementalD
         """Say whether generation needs attention weights.
 
         Raises:
-            ValueError: dropout was asked for.
+            UserError: dropout was asked for.
         """
         if retain_dropout:
-            raise ValueError(
+            raise UserError(
                 "--retain-dropout: ls_transformer generates without dropout; generate with fairseq's layers, "
                 "--model-overrides \"{'arch': 'transformer', '_name': 'transformer'}\""
             )

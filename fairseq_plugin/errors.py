@@ -34,6 +34,10 @@ def _known(error: BaseException) -> str | None:
         return _not_finite(str(error))
     if isinstance(error, FileNotFoundError) and str(error).startswith("Dataset not found"):
         return f"{error}; is the data folder whole, and are the languages and the subset's name right?"
+    if isinstance(error, IndexError) and "ids must be between" in str(error):
+        return f"{error}: the data folder holds ids that its dictionary lacks; write it anew with lightseq-preprocess"
+    if "since max_positions=" in str(error) and "--skip-invalid-size-inputs-valid-test" in str(error):
+        return f"{error}, or raise --max-source-positions, --max-target-positions or --tokens-per-sample"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, torch.multiprocessing.ProcessRaisedException):

@@ -24,7 +24,7 @@ from fairseq.models.transformer_lm import (
 from torch import Tensor
 
 from fairseq_plugin.decoder import LSTransformerDecoder
-from fairseq_plugin.model_options import decoder_reasons, is_reference
+from fairseq_plugin.model_options import check_sizes, decoder_reasons, is_reference, refuse
 from ls_train.packing import Packing
 
 
@@ -43,7 +43,13 @@ class LSTransformerLanguageModel(TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> LSTransformerLanguageModel:
-        """Return the model with the fused decoder, or with fairseq's own where an option asks for it."""
+        """Return the model with the fused decoder, or with fairseq's own where an option asks for it.
+
+        Raises:
+            UserError: an option cannot be served.
+        """
+        refuse(args)
+        check_sizes(args)
         if is_reference("ls_transformer_lm", "decoder", _reasons(args)):
             return super().build_model(args, task)
         if args.decoder_layers_to_keep:

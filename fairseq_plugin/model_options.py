@@ -6,7 +6,9 @@ decoder, with one logged line that names the option. Options that neither path c
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from fairseq.data import Dictionary
@@ -45,11 +47,21 @@ REFERENCE = frozenset(
 )
 """Options for which the encoder, the decoder or both are built of fairseq's own layers."""
 
-REFUSED = {
-    "tpu": "the fused layers have no TPU implementation; use --arch transformer",
-    "pipeline_model_parallel": "use fairseq's pipeline_parallel_transformer, or several GPUs with data parallelism",
+_PIPELINE = "use fairseq's pipeline_parallel_transformer, or several GPUs with data parallelism"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "tpu": (False, "the fused layers have no TPU implementation; use fairseq's architecture of the same name"),
+    "model_parallel_size": (1, "use fairseq's model_parallel_transformer, or several GPUs with data parallelism"),
+    "pipeline_model_parallel": (False, _PIPELINE),
+    "pipeline_balance": (None, _PIPELINE),
+    "pipeline_devices": (None, _PIPELINE),
+    "pipeline_chunks": (0, _PIPELINE),
+    "pipeline_checkpoint": ("never", _PIPELINE),
+    "pipeline_encoder_balance": (None, _PIPELINE),
+    "pipeline_encoder_devices": (None, _PIPELINE),
+    "pipeline_decoder_balance": (None, _PIPELINE),
+    "pipeline_decoder_devices": (None, _PIPELINE),
 }
-"""Options of the trainer that neither path can serve, with what to do instead."""
+"""Options of the trainer that neither path can serve: the value that they may have, and what to do instead."""
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """fairseq's activation functions that the layers compute, with the layers' names."""
@@ -65,12 +77,51 @@ def is_reference(model: str, side: str, reasons: list[str]) -> bool:
 def refuse(args: Any) -> None:
     """Raise an error for the first option in ``args`` that the architectures cannot serve.
 
+    Args:
+        args: options of the model, or a section of fairseq's configuration; those it does not have pass.
+
     Raises:
         UserError: naming the option and what to do instead.
     """
-    for name, advice in REFUSED.items():
-        if getattr(args, name, False):
+    for name, (harmless, advice) in REFUSED.items():
+        if getattr(args, name, harmless) not in (harmless, None):
             raise UserError(f"--{name.replace('_', '-')}: {advice}")
+
+
+def install() -> None:
+    """Refuse flags of ``ls_`` models before fairseq starts ranks for them; a second call does nothing."""
+    from fairseq.distributed import utils as distributed_utils
+
+    if not getattr(distributed_utils.call_main, "refuses", False):
+        distributed_utils.call_main = _refusing(distributed_utils.call_main)
+
+
+def _refusing(call_main: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(call_main)
+    def checked(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
+        model = getattr(cfg, "model", None)
+        name = getattr(model, "_name", None) or getattr(model, "arch", None) or ""
+        if name.startswith("ls_"):
+            for section in (cfg.common, cfg.distributed_training):
+                refuse(section)
+        call_main(cfg, main, **kwargs)
+
+    checked.refuses = True
+    return checked
+
+
+def check_sizes(args: Any) -> None:
+    """Raise an error where a size in ``args``, options of the model, is no multiple of the number of heads.
+
+    Raises:
+        UserError: naming both options.
+    """
+    for side in ("encoder", "decoder"):
+        size, heads = (getattr(args, f"{side}_{name}", None) for name in ("embed_dim", "attention_heads"))
+        if size is not None and heads is not None and (heads < 1 or size % heads):
+            raise UserError(
+                f"--{side}-attention-heads {heads}: --{side}-embed-dim {size} is no multiple of it; change one of them"
+            )
 
 
 def encoder_reasons(cfg: Any) -> list[str]:

@@ -16,6 +16,7 @@ from fairseq_plugin.model import LSTransformerModel
 _MODELS = (LSTransformerModel, LSTransformerLanguageModel)
 _CRITERIA = (LSCrossEntropyCriterion, LSLabelSmoothedCrossEntropyCriterion)
 _BACKENDS = ("c10d", "pytorch_ddp", "legacy_ddp", "no_c10d")
+_BUCKET_CAP = 25  # fairseq's default, of which the plugin's own sum of gradients takes no notice
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -46,10 +47,13 @@ def _options(cfg: Any) -> list[str]:
         f"--optimizer {_name(cfg.optimizer)}": _name(cfg.optimizer) != "ls_adam",
         "--tpu": common.tpu,
         "--amp": common.amp,
+        "--empty-cache-freq": common.empty_cache_freq > 0,
         "--model-parallel-size": common.model_parallel_size > 1,
         "--pipeline-model-parallel": parallel.pipeline_model_parallel,
         f"--ddp-backend {parallel.ddp_backend}": parallel.ddp_backend not in _BACKENDS,
         f"--ddp-comm-hook {parallel.ddp_comm_hook}": parallel.ddp_comm_hook != "none",
+        "--heartbeat-timeout": parallel.heartbeat_timeout > 0,
+        "--bucket-cap-mb": parallel.bucket_cap_mb != _BUCKET_CAP,
         f"--zero-sharding {parallel.zero_sharding}": parallel.zero_sharding != "none",
         "--use-bmuf": optimization.use_bmuf,
         "--debug-param-names": optimization.debug_param_names,

@@ -89,7 +89,7 @@ class TestOptions:
         assert model_options.encoder_reasons(cfg) == model_options.decoder_reasons(cfg) == []
 
     @pytest.mark.parametrize(
-        "name, advice", [("tpu", "--arch transformer"), ("pipeline_model_parallel", "pipeline_parallel_transformer")]
+        "name, advice", [("tpu", "fairseq's arch"), ("pipeline_model_parallel", "pipeline_parallel_transformer")]
     )
     def test_refused_ones_are_named(self, name, advice):
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')}: .*{advice}"):
