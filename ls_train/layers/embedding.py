@@ -184,7 +184,8 @@ def embed(
 
     Raises:
         IndexError: on the CPU, a token id is out of range. On a GPU its row becomes NaN instead.
-        ValueError: a sequence is longer than the learned positions, or ``tokens`` do not fit ``packing``.
+        ValueError: a sequence is longer than the learned positions, or ``tokens`` do not fit ``packing`` or lie on
+            another device than the table.
     """
     if tokens.shape != packing.positions.shape or tokens.dtype != torch.int64:
         raise ValueError(
@@ -192,6 +193,10 @@ def embed(
             f"shape {tuple(tokens.shape)}"
         )
     weight, padding_idx = embed_tokens.weight, embed_tokens.padding_idx
+    if tokens.device != weight.device:
+        raise ValueError(
+            f"tokens are on {tokens.device} but the embedding is on {weight.device}; move one of them with .to(device)"
+        )
     positions, table = packing.positions, None
     if embed_positions is not None:
         table = embed_positions.table(packing.max_length)
