@@ -78,3 +78,11 @@ def test_dropout_while_generating():
         model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=None)
     build("ls_transformer").make_generation_fast_(need_attn=True)
     assert torch.is_grad_enabled()
+
+
+def test_replacing_needs_alignments():
+    from fairseq import utils
+
+    with pytest.raises(UserError, match="add --print-alignment hard"):
+        utils.replace_unk("a <unk>", "b c", torch.empty(0), {}, "<unk>")
+    assert utils.replace_unk("a <unk> <unk>", "b c", [(1, 1), (0, 2)], {"c": "C"}, "<unk>") == "a C b"
