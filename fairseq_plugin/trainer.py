@@ -32,6 +32,7 @@ from fairseq.optim import MemoryEfficientFP16Optimizer, lr_scheduler
 from torch import Tensor
 
 from fairseq_plugin.data_parallel import TRAIN_TIME, Ranks
+from fairseq_plugin.errors import UserError
 from fairseq_plugin.optimizer import LSFP16Optimizer
 from fairseq_plugin.packed import PackedBatch, StaticBatches, pack_batch, packed_features
 from fairseq_plugin.pending import PendingUpdate
@@ -336,9 +337,12 @@ class LSTrainer(FairseqTrainer):
         return [group["lr"] for group in self._fused.param_groups]
 
     def _save_crash(self) -> None:
-        self.consolidate_optimizer()
-        self.consolidate_optimizer()
-        self.save_checkpoint(os.path.join(self.cfg.checkpoint.save_dir, "crash.pt"), {})
+        path = os.path.join(self.cfg.checkpoint.save_dir, "crash.pt")
+        try:
+            self.consolidate_optimizer()
+            self.save_checkpoint(path, {})
+        except (OSError, UserError) as error:  # what made the step fail matters more to the user
+            logger.warning(f"the state that failed was not saved: {error}")
 
     def _find_nan(self, samples: Sequence[Any]) -> None:
         """Run the batches again as fairseq does, with hooks that print where a number stops being finite."""

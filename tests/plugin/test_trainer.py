@@ -259,6 +259,16 @@ def test_not_finite_ends_training(start, tmp_path):
     assert run.trainer.get_num_updates() == 2
 
 
+def test_a_crash_that_cannot_be_saved_keeps_its_reason(start, tmp_path, caplog):
+    run = start("--save-dir", tmp_path / "missing" / "folder")
+    run.step()
+    with torch.no_grad():
+        run.trainer.get_model().decoder.layers[0].fc1.weight[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="gradients are Nan/Inf"):
+        run.step()
+    assert "the state that failed was not saved" in caplog.text
+
+
 def test_minimum_loss_scale_ends_training(start, tmp_path):
     run = start(*FP16, "--min-loss-scale", 2**20, "--fp16-init-scale", 2**22, "--save-dir", tmp_path)
     with pytest.raises(FloatingPointError, match="Minimum loss scale reached"):
