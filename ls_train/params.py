@@ -35,10 +35,11 @@ _generation = 0  # number of buffers built so far
 def grad_slot(param: Tensor) -> GradSlot | None:
     """Return where to write the gradient of ``param``, or None: then return a fresh gradient to autograd.
 
-    There is a slot only while a :class:`FlatParameters` with ``direct_grads`` owns exactly this tensor object.
+    There is a slot only while a :class:`FlatParameters` with ``direct_grads`` owns exactly this tensor object, in the
+    dtype and on the device that it had when it was flattened.
     """
     buffer = _owner(param)
-    return buffer.slot(param) if buffer is not None and buffer.direct_grads else None
+    return buffer.slot(param) if buffer is not None and buffer.direct_grads and buffer.fits(param) else None
 
 
 def grad_slots(params: Sequence[Tensor | None]) -> GradSlots | None:
@@ -200,7 +201,7 @@ class FlatBuffer:
         return self._slots[self._index[id(param)]]
 
     def slots(self, params: Sequence[Tensor | None]) -> GradSlots | None:
-        """Return the slots of ``params``, or None where one is not this buffer's or comes twice."""
+        """Return the slots of ``params``, or None where one is not this buffer's, comes twice or was converted."""
         self._allocate_grads()
         key = tuple(map(id, params))
         generation, group = self._groups.get(key, (None, None))
@@ -211,7 +212,11 @@ class FlatBuffer:
             if len(self._groups) >= _REMEMBERED:
                 self._groups.clear()
             self._groups[key] = _generation, group
-        return group
+        return group if group is not None and all(map(self.fits, params)) else None
+
+    def fits(self, param: Tensor) -> bool:
+        """Return whether ``param`` has the buffer's dtype and device, so that its slot can take its gradient."""
+        return param.dtype is self.data.dtype and param.device == self.data.device
 
     def intact(self) -> bool:
         """Return whether every parameter still lies where this buffer put it."""

@@ -113,3 +113,21 @@ def test_dropped_layers_keep_weights_moments_and_count(direct):
     assert {True, False} <= {flag for flags in used for flag in flags}
     for index, layer in enumerate(model.decoder.layers):
         assert int(optimizer.state[layer.fc1.weight]["step"]) == sum(flags[index] for flags in used)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_conversion_after_building_the_optimiser_gives_ordinary_gradients(dtype):
+    model = build()
+    optimizer = train(model, direct=True)
+    model.to(dtype)
+    optimizer.zero_grad()
+    expected = copy.deepcopy(model)
+    for each in (model, expected):
+        loss_of(each, 0).backward()
+    for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert param.grad.dtype == dtype, name
+        assert torch.equal(param.grad, other.grad), name
+    weight = model.encoder.layers[0].fc1.weight
+    before = weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(weight, before)
