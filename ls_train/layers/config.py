@@ -274,13 +274,13 @@ def check_positive(config: Any, *names: str) -> None:
     """Raise a ValueError for the first field that is not a positive integer."""
     for name in names:
         value = getattr(config, name)
-        if not isinstance(value, int) or value <= 0:
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"{name} = {value!r} must be a positive integer")
 
 
 def check_ratios(config: Any, *names: str) -> None:
-    """Raise a ValueError for the first field that is not between 0 and 1."""
+    """Raise a ValueError for the first field that is not a number between 0 and 1."""
     for name in names:
         value = getattr(config, name)
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name} = {value!r} must be between 0 and 1")
+        if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} = {value!r} must be a number between 0 and 1")

@@ -13,6 +13,17 @@ from ls_train import rng
 from ls_train.flat_order import keep_together
 from ls_train.layers.config import LayerConfig
 
+# Name of a field of LayerConfig in torch-style constructors
+_ARGUMENTS = {
+    "hidden_size": "embed_dim",
+    "intermediate_size": "ffn_dim",
+    "nhead": "num_heads",
+    "attn_prob_dropout_ratio": "attention_dropout",
+    "activation_dropout_ratio": "activation_dropout",
+    "hidden_dropout_ratio": "dropout",
+    "activation_fn": "activation",
+}
+
 
 class Attention(nn.Module):
     """Parameters ``k_proj``, ``v_proj``, ``q_proj``, ``out_proj`` of one multi-head attention.
@@ -139,11 +150,11 @@ def layer_config(
     """Return the configuration that torch-style constructor arguments describe.
 
     Raises:
-        ValueError: a size is missing.
+        ValueError: a size is missing or an argument has a bad value.
     """
     if embed_dim is None or num_heads is None:
         raise ValueError("give a config from get_config(...), or embed_dim= and num_heads=")
-    return LayerConfig(
+    config = LayerConfig(
         hidden_size=embed_dim,
         intermediate_size=4 * embed_dim if ffn_dim is None else ffn_dim,
         nhead=num_heads,
@@ -154,6 +165,14 @@ def layer_config(
         activation_fn=activation,
         layer_norm_eps=eps,
     )
+    try:
+        config.check()
+    except ValueError as error:
+        message = str(error)
+        for field, argument in _ARGUMENTS.items():
+            message = message.replace(field, argument)
+        raise ValueError(message) from None
+    return config
 
 
 def check_batch(name: str, x: Tensor, embed_dim: int) -> None:

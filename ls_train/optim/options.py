@@ -22,12 +22,14 @@ def check_group(group: dict[str, Any]) -> None:
         if group.get(option):
             raise ValueError(f"{option}=True is not supported by FusedAdam; leave it out")
     for name in ("lr", "eps", "weight_decay"):
-        if not isinstance(group[name], Tensor) and not group[name] >= 0.0:
-            raise ValueError(f"{name} = {group[name]} must not be negative")
+        value = group[name]
+        if not isinstance(value, Tensor) and not (isinstance(value, int | float) and value >= 0.0):
+            raise ValueError(f"{name} = {value!r} must be a number and must not be negative")
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(group['lr'].shape)}")
-    if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-        raise ValueError(f"betas = {group['betas']} must be two numbers in [0, 1)")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas = {betas!r} must be two numbers in [0, 1)")
 
 
 def upload(target: Tensor, values: Sequence[Any]) -> Tensor:

@@ -75,7 +75,9 @@ def test_lightseq_adam():
     [
         ({"hidden_size": 18}, "hidden_size = 18 must be a multiple of nhead = 4"),
         ({"nhead": 0}, "nhead = 0"),
+        ({"nhead": True}, "nhead = True must be a positive integer"),
         ({"intermediate_size": -1}, "intermediate_size = -1"),
+        ({"hidden_dropout_ratio": None}, "hidden_dropout_ratio = None must be a number"),
         ({"hidden_dropout_ratio": 1.5}, "hidden_dropout_ratio = 1.5"),
         ({"attn_prob_dropout_ratio": -0.1}, "attn_prob_dropout_ratio = -0.1"),
         ({"activation_dropout_ratio": float("nan")}, "activation_dropout_ratio = nan"),
@@ -88,6 +90,24 @@ def test_lightseq_adam():
 def test_bad_configuration(change, message):
     with pytest.raises(ValueError, match=message):
         LSTransformerEncoderLayer.get_config(**{**LIGHTSEQ_FIELDS, **change})
+
+
+@pytest.mark.parametrize("kind", [LSTransformerEncoderLayer, LSTransformerDecoderLayer])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 5}, "embed_dim = 16 must be a multiple of num_heads = 5"),
+        ({"ffn_dim": 0}, "ffn_dim = 0"),
+        ({"dropout": 2.0}, "dropout = 2.0"),
+        ({"attention_dropout": -1.0}, "attention_dropout = -1.0"),
+        ({"activation_dropout": 2.0}, "activation_dropout = 2.0"),
+        ({"activation": "tanh"}, "activation = 'tanh'"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named_as_given(kind, change, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        kind(**{"embed_dim": 16, "num_heads": 4, **change})
 
 
 def test_incomplete_configuration():

@@ -271,6 +271,9 @@ def test_refusals():
         ({"lr": -1.0}, "lr = -1"),
         ({"eps": -1.0}, "eps = -1"),
         ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": 0.9}, "betas = 0.9"),
+        ({"eps": None}, "eps = None"),
+        ({"lr": "a"}, "lr = 'a'"),
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"lr": torch.ones(2)}, "one element"),
     ):
