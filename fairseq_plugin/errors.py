@@ -38,6 +38,8 @@ def _known(error: BaseException) -> str | None:
         return f"{error}: the data folder holds ids that its dictionary lacks; write it anew with lightseq-preprocess"
     if "since max_positions=" in str(error) and "--skip-invalid-size-inputs-valid-test" in str(error):
         return f"{error}, or raise --max-source-positions, --max-target-positions or --tokens-per-sample"
+    if type(error) is RuntimeError and not error.args and _raised_by(error) == "parse_args_and_arch":
+        return "no architecture is chosen; give one with --arch, --arch ls_transformer for example"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, torch.multiprocessing.ProcessRaisedException):
@@ -46,6 +48,12 @@ def _known(error: BaseException) -> str | None:
             if found:
                 return meaning(found[-1])
     return None
+
+
+def _raised_by(error: BaseException) -> str | None:
+    """Return the name of the function that raised ``error``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return frames[-1].name if frames else None
 
 
 def _not_finite(message: str) -> str:

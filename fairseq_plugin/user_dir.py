@@ -64,11 +64,16 @@ def import_carried() -> None:
     """Import the carried folder, once, the way fairseq imports a ``--user-dir``.
 
     Raises:
-        FileNotFoundError: neither the folder nor one of that name beside fairseq exists.
+        UserError: neither the folder nor one of that name beside fairseq exists.
         ImportError: another module already has the folder's name.
     """
     folder = os.environ.get(VARIABLE)
     if folder:
         from fairseq.utils import import_user_module
 
-        import_user_module(Namespace(user_dir=folder))
+        try:
+            import_user_module(Namespace(user_dir=folder))
+        except FileNotFoundError as error:
+            if error.filename is not None:  # raised by the user's own code
+                raise
+            raise UserError(f"{OPTION} {folder}: no such folder; give the folder of your plugin") from error

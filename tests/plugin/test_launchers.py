@@ -72,9 +72,15 @@ class TestUserDir:
 
     def test_missing_folder_is_named(self, run_cli, data_bin, tmp_path):
         result = run_cli(cli.train, data_bin, "--user-dir", tmp_path / "nowhere")
-        assert result.code != 0
-        assert "FileNotFoundError" in result.err
-        assert "nowhere" in result.err
+        assert result.code == 1
+        assert f"error: --user-dir {tmp_path / 'nowhere'}: no such folder" in result.err
+        assert "Traceback" not in result.err
+
+    def test_missing_architecture_is_named(self, run_cli, data_bin):
+        result = run_cli(cli.train, data_bin)
+        assert result.code == 1
+        assert "error: no architecture is chosen; give one with --arch" in result.err
+        assert "Traceback" not in result.err
 
     def test_plain_fairseq_takes_the_plugin_by_name(self, run_cli, plain, data_bin, train_arguments, tmp_path):
         """From the repository's root: ``fairseq-train --user-dir fairseq_plugin``."""
