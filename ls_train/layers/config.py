@@ -76,6 +76,7 @@ class LayerConfig:
                 f"hidden_size = {self.hidden_size} must be a multiple of nhead = {self.nhead}; change one of them"
             )
         check_ratios(self, "attn_prob_dropout_ratio", "activation_dropout_ratio", "hidden_dropout_ratio")
+        check_eps(self)
         if self.activation_fn not in ACTIVATIONS:
             raise ValueError(f"activation_fn = {self.activation_fn!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
 
@@ -118,8 +119,8 @@ class EmbeddingConfig:
         """Raise a ValueError that names the first field with a bad value."""
         check_positive(self, "vocab_size", "embedding_dim", "max_seq_len")
         check_ratios(self, "dropout")
-        if not 0 <= self.padding_idx < self.vocab_size:
-            raise ValueError(f"padding_idx = {self.padding_idx} must be a token id, 0 to {self.vocab_size - 1}")
+        check_eps(self)
+        check_padding(self)
         if self.positions and not self.learned_positions and self.embedding_dim < 4:
             raise ValueError(f"embedding_dim = {self.embedding_dim} must be at least 4 for sinusoidal positions")
 
@@ -145,6 +146,8 @@ class CrossEntropyConfig:
     def check(self) -> None:
         """Raise a ValueError that names the first field with a bad value."""
         check_ratios(self, "epsilon")
+        if not isinstance(self.padding_idx, int):
+            raise ValueError(f"padding_idx = {self.padding_idx!r} must be an integer, -100 for example ignores no id")
 
 
 @dataclass
@@ -225,6 +228,17 @@ class TransformerConfig:
         """Raise a ValueError that names the first field with a bad value."""
         check_positive(self, "vocab_size", "hidden_size", "max_seq_len")
         check_ratios(self, "encoder_layerdrop", "decoder_layerdrop")
+        check_eps(self)
+        check_padding(self)
+        for name in ("num_encoder_layer", "num_decoder_layer"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} = {value!r} must be an integer and must not be negative")
+        known = {field.name for field in fields(LayerConfig)}
+        for name in ("encoder_layer", "decoder_layer"):
+            unknown = sorted(set(getattr(self, name) or ()) - known)
+            if unknown:
+                raise ValueError(f"{name} has the unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
         if self.share_all_embeddings and self.source_vocab_size not in (None, self.vocab_size):
             raise ValueError(
                 f"share_all_embeddings needs one vocabulary: source_vocab_size = {self.source_vocab_size} must equal "
@@ -284,3 +298,16 @@ def check_ratios(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
             raise ValueError(f"{name} = {value!r} must be a number between 0 and 1")
+
+
+def check_eps(config: Any) -> None:
+    """Raise a ValueError unless ``layer_norm_eps`` is a positive number."""
+    value = config.layer_norm_eps
+    if not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"layer_norm_eps = {value!r} must be a positive number")
+
+
+def check_padding(config: Any) -> None:
+    """Raise a ValueError unless ``padding_idx`` is an id of the vocabulary."""
+    if not isinstance(config.padding_idx, int) or not 0 <= config.padding_idx < config.vocab_size:
+        raise ValueError(f"padding_idx = {config.padding_idx!r} must be a token id, 0 to {config.vocab_size - 1}")

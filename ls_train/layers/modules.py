@@ -22,6 +22,7 @@ _ARGUMENTS = {
     "activation_dropout_ratio": "activation_dropout",
     "hidden_dropout_ratio": "dropout",
     "activation_fn": "activation",
+    "layer_norm_eps": "eps",
 }
 
 

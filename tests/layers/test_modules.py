@@ -102,12 +102,35 @@ def test_bad_configuration(change, message):
         ({"attention_dropout": -1.0}, "attention_dropout = -1.0"),
         ({"activation_dropout": 2.0}, "activation_dropout = 2.0"),
         ({"activation": "tanh"}, "activation = 'tanh'"),
+        ({"eps": 0}, "eps = 0 must be a positive number"),
     ],
     ids=str,
 )
 def test_bad_arguments_are_named_as_given(kind, change, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         kind(**{"embed_dim": 16, "num_heads": 4, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"padding_idx": 9}, "padding_idx = 9 must be a token id, 0 to 8"),
+        ({"padding_idx": None}, "padding_idx = None"),
+        ({"num_encoder_layer": -1}, "num_encoder_layer = -1"),
+        ({"num_decoder_layer": 1.5}, "num_decoder_layer = 1.5"),
+        ({"layer_norm_eps": -1.0}, "layer_norm_eps = -1.0"),
+        ({"encoder_layer": {"silly": 1}}, "encoder_layer has the unknown field 'silly'"),
+    ],
+    ids=str,
+)
+def test_bad_model_configuration(change, message):
+    with pytest.raises(ValueError, match=message):
+        LSTransformer.get_config(**{"vocab_size": 9, **change})
+
+
+def test_padding_of_the_criterion_is_a_number():
+    with pytest.raises(ValueError, match="padding_idx = None must be an integer"):
+        LSCrossEntropyLayer(padding_idx=None)
 
 
 def test_incomplete_configuration():
