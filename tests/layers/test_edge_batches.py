@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ls_train.layers.criterion import LSCrossEntropyLayer
+from ls_train.ops.bias_activation_dropout import ACTIVATIONS
 from ls_train.testing import devices
 from tests.layers.comparison import gradients
 from tests.layers.fairseq_models import PAD
@@ -59,6 +60,17 @@ def test_decoding_from_an_empty_source(device):
         steps = [model.decoder.step(target[:, t : t + 1], state)[0] for t in range(2)]
         logits = model.decoder.output_layer(torch.cat(steps, 1))
         torch.testing.assert_close(logits, model(source, target)[:, :2], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_decoding_uses_the_activation_of_training(activation):
+    model = transformer(activation_fn=activation).eval()
+    source, target = (padded(rows, 3) for rows in BATCHES["an empty source"])
+    with torch.no_grad():
+        rows, packing = model.encoder.pack(source)
+        state = model.decoder.start(2, model.encoder.forward_packed(rows, packing), packing)
+        logits = model.decoder.output_layer(model.decoder.step(target[:, :1], state)[0])
+        torch.testing.assert_close(logits, model(source, target)[:, :1], atol=1e-5, rtol=1e-5)
 
 
 def test_other_sentences_do_not_matter():

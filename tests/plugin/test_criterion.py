@@ -135,6 +135,14 @@ def test_values_gradients_and_logs_equal_fairseq(plugin, kind, options, cls, red
         assert isinstance(actual[2]["n_correct"], torch.Tensor), "counts stay on the device"
 
 
+@pytest.mark.parametrize("kind, options", CONFIGURATIONS[:5])
+def test_what_the_host_knows_equals_what_a_forward_logs(plugin, kind, options):
+    _, ours = build(plugin, kind, **options)
+    log = run(ours, models(PackedModel)[1], batch())[2]
+    counts = ours.host_counts(batch(), 16)
+    assert counts == {name: log[name] for name in ("ntokens", "nsentences", "sample_size")}
+
+
 def test_left_padded_target(plugin):
     theirs, ours = build(plugin, "label_smoothed")
     reference, model = models(PackedModel)
