@@ -48,7 +48,7 @@ demo: $(READY)  ## train a small translation model on the bundled corpus and tra
 	bash examples/wmt14/quickstart.sh
 
 test: $(READY)  ## run the tests that need no GPU
-	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) $(ARGS)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 soak: $(READY)  ## run the long sweeps and kill tests
 	$(TEST_ENV) $(PY) -m pytest -m soak --timeout 3600 $(ARGS)
