@@ -24,7 +24,7 @@ from fairseq.models.transformer_lm import (
 from torch import Tensor
 
 from fairseq_plugin.decoder import LSTransformerDecoder
-from fairseq_plugin.model_options import check_sizes, decoder_reasons, is_reference, refuse
+from fairseq_plugin.model_options import check_values, decoder_reasons, is_reference, refuse
 from ls_train.packing import Packing
 
 
@@ -49,7 +49,7 @@ class LSTransformerLanguageModel(TransformerLanguageModel):
             UserError: an option cannot be served.
         """
         refuse(args)
-        check_sizes(args)
+        check_values(args)
         if is_reference("ls_transformer_lm", "decoder", _reasons(args)):
             return super().build_model(args, task)
         if args.decoder_layers_to_keep:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fairseq_plugin.decoder import LSTransformerDecoder
 from fairseq_plugin.encoder import LSTransformerEncoder
-from fairseq_plugin.model_options import check_sizes, decoder_reasons, encoder_reasons, is_reference, refuse
+from fairseq_plugin.model_options import check_values, decoder_reasons, encoder_reasons, is_reference, refuse
 from ls_train import rng
 from ls_train.packing import Packing
 
@@ -41,7 +41,7 @@ class LSTransformerModel(TransformerModel):
             UserError: an option cannot be served.
         """
         refuse(args)
-        check_sizes(args)
+        check_values(args)
         return super().build_model(args, task)
 
     @classmethod

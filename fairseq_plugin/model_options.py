@@ -110,12 +110,19 @@ def _refusing(call_main: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def check_sizes(args: Any) -> None:
-    """Raise an error where a size in ``args``, options of the model, is no multiple of the number of heads.
+_PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "relu_dropout", "label_smoothing")
+
+
+def check_values(args: Any) -> None:
+    """Raise an error where ``args``, options of the model, hold a bad size or probability.
 
     Raises:
-        UserError: naming both options.
+        UserError: a size is no multiple of the number of heads, or a probability is not in [0, 1].
     """
+    for name in _PROBABILITIES:
+        value = getattr(args, name, None)
+        if isinstance(value, (int, float)) and not 0 <= value <= 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be between 0 and 1")
     for side in ("encoder", "decoder"):
         size, heads = (getattr(args, f"{side}_{name}", None) for name in ("embed_dim", "attention_heads"))
         if size is not None and heads is not None and (heads < 1 or size % heads):

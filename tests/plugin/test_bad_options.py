@@ -20,6 +20,9 @@ REFUSED = {
 BAD = {
     "--encoder-attention-heads 3": (["--encoder-attention-heads", 3], "--encoder-embed-dim 64 is no multiple"),
     "--decoder-attention-heads 0": (["--decoder-attention-heads", 0], "--decoder-embed-dim 64 is no multiple"),
+    "--dropout 2.0": (["--dropout", 2], "between 0 and 1"),
+    "--attention-dropout -0.1": (["--attention-dropout=-0.1"], "between 0 and 1"),
+    "--label-smoothing 3.0": (["--label-smoothing", 3], "between 0 and 1"),
     "max_positions=(5, 5)": (
         ["--max-source-positions", 5, "--max-target-positions", 5, "--max-update", 60],
         "skip-invalid",
