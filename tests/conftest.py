@@ -9,6 +9,11 @@ import torch
 
 torch.set_num_threads(1)
 
+# Autograd counts the devices at the first backward of a process and starts a thread for each; after that a forked child
+# cannot run a backward, which the command-line tests do. Where torch is built for CUDA and there is no card, fake
+# tensors pretend that there is one: the first backward has to come before the first of them.
+torch.ones((), requires_grad=True).backward()
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
