@@ -49,12 +49,12 @@ def _poison(tensor: Tensor) -> Tensor:
     return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(97)
 
 
-def _same_layout(tensor: Tensor) -> Tensor:
+def _same_layout(tensor: Tensor, device: str | None = None) -> Tensor:
     """Return an empty tensor with the same strides, also where they leave gaps, as aligned as can be."""
     if tensor.is_contiguous():
-        return tensor.new_empty(tensor.shape)
+        return tensor.new_empty(tensor.shape, device=device)
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.new_empty(elements).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return tensor.new_empty(elements, device=device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _map(arguments: dict[str, Any], function) -> dict[str, Any]:
@@ -140,6 +140,23 @@ class LeafContract:
             side.synchronize()
             assert_same(actual, expected)
 
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+    @on_every_gpu_type
+    def test_other_device(self, device: str, dtype: torch.dtype) -> None:
+        """Tensors of the second card while the first is current; tensors of both are refused."""
+        for case in self.calls(device, dtype):
+            expected = run(*self.fresh(case))
+            name, arguments = self.fresh(case)
+            moved = _map(arguments, lambda _, t: _same_layout(t, "cuda:1").copy_(t))
+            actual = run(name, moved)
+            assert torch.cuda.current_device() == 0
+            torch.cuda.synchronize(1)
+            assert_same({key: value.to("cuda:0") for key, value in actual.items()}, expected)
+            for key, tensor in arguments.items():
+                if isinstance(tensor, Tensor):
+                    with pytest.raises((ValueError, RuntimeError), match=name):
+                        run(name, moved | {key: tensor})
+
     @on_every_gpu_type
     def test_graph_replay(self, device: str, dtype: torch.dtype) -> None:
         for case in self.calls(device, dtype):
@@ -166,7 +183,7 @@ class LeafContract:
             for key, tensor in arguments.items():
                 if not isinstance(tensor, Tensor):
                     continue
-                wrong = {"dtype": torch.empty_like(tensor, dtype=torch.int16)}
+                wrong = {"dtype": torch.empty_like(tensor, dtype=torch.int8)}
                 wrong["shape"] = tensor[:0] if key == "workspace" else tensor.new_empty((*tensor.shape, 1))
                 if tensor.numel() > 1 and tensor.shape[-1] > 1:
                     wrong["strides"] = _strided(tensor)
