@@ -26,6 +26,7 @@ from fairseq.models import BaseFairseqModel, FairseqDecoder
 from fairseq.models.transformer import TransformerModelBase
 from torch import Tensor
 
+from fairseq_plugin.fused_model import reference_causes
 from ls_train.ops.cross_entropy import cross_entropy
 from ls_train.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -147,10 +148,11 @@ class FusedLoss(FairseqCriterion):
         return target.ne(self.padding_idx).sum() if wanted else None
 
     def _explain_fallback(self, model: torch.nn.Module) -> None:
-        if not getattr(self, "_explained", False):
+        inner = _inner(model)
+        if not getattr(self, "_explained", False) and not reference_causes(inner):
             self._explained = True
             logger.warning(
-                f"{type(self).__name__}: the probabilities of {type(_inner(model)).__name__} are not the plain softmax "
+                f"{type(self).__name__}: the probabilities of {type(inner).__name__} are not the plain softmax "
                 "of its logits (adaptive softmax or a method of its own); fairseq's criterion computes the loss"
             )
 

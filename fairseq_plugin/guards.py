@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fairseq_plugin import save_dir
+from fairseq_plugin import fused_model, save_dir
 from fairseq_plugin.errors import UserError, report
 
 __all__ = ["UserError", "check_data_folders", "check_dataset", "check_precision", "install", "report"]
@@ -50,6 +50,7 @@ def _checking_config(add_defaults: Callable[[Any], None]) -> Callable[[Any], Non
         add_defaults(cfg)
         check_precision(cfg.common)
         save_dir.expect_writes(not cfg.checkpoint.no_save)
+        fused_model.expect_training_step(True)
 
     return checked
 

@@ -24,12 +24,13 @@ from fairseq.models.transformer_lm import (
 from torch import Tensor
 
 from fairseq_plugin.decoder import LSTransformerDecoder
-from fairseq_plugin.model_options import check_values, decoder_reasons, is_reference, refuse
+from fairseq_plugin.fused_model import FusedModel, as_reference
+from fairseq_plugin.model_options import decoder_reasons
 from ls_train.packing import Packing
 
 
 @register_model("ls_transformer_lm", dataclass=TransformerLanguageModelConfig)
-class LSTransformerLanguageModel(TransformerLanguageModel):
+class LSTransformerLanguageModel(FusedModel, TransformerLanguageModel):
     """fairseq's Transformer language model with the fused decoder.
 
     Called as fairseq's models are, it returns what they return. A criterion that can work on packed rows passes
@@ -37,21 +38,13 @@ class LSTransformerLanguageModel(TransformerLanguageModel):
     """
 
     @classmethod
-    def hub_models(cls) -> dict[str, Any]:
-        """Return no models: those of fairseq's hub load as ``transformer_lm``."""
-        return {}
-
-    @classmethod
-    def build_model(cls, args: Any, task: Any) -> LSTransformerLanguageModel:
-        """Return the model with the fused decoder, or with fairseq's own where an option asks for it.
-
-        Raises:
-            UserError: an option cannot be served.
-        """
-        refuse(args)
-        check_values(args)
-        if is_reference("ls_transformer_lm", "decoder", _reasons(args)):
-            return super().build_model(args, task)
+    def build_parts(cls, args: Any, task: Any) -> LSTransformerLanguageModel:
+        """Return the model with the fused decoder, or with fairseq's own where an option asks for it."""
+        reasons = _reasons(args)
+        if reasons:
+            model = super().build_parts(args, task)
+            as_reference(model.decoder, reasons)
+            return model
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if args.max_target_positions is None:
@@ -60,11 +53,6 @@ class LSTransformerLanguageModel(TransformerLanguageModel):
         cfg.no_cross_attention = True
         embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
         return cls(LSTransformerDecoder(cfg, task.target_dictionary, embed_tokens))
-
-    @property
-    def supports_packed_features(self) -> bool:
-        """Whether ``packed_features=True`` works: the decoder is fused."""
-        return isinstance(self.decoder, LSTransformerDecoder)
 
     def forward(
         self, src_tokens: Tensor, packed_features: bool = False, **options: Any
@@ -85,11 +73,7 @@ class LSTransformerLanguageModel(TransformerLanguageModel):
         """
         if not packed_features:
             return self.decoder(src_tokens, **options)
-        if not self.supports_packed_features:
-            raise ValueError(
-                "packed_features needs the fused decoder, which the model's options excluded; check "
-                "supports_packed_features first"
-            )
+        self.check_packed_features()
         tokens, packing = self.decoder.pack(src_tokens)
         return self.decoder.forward_packed(tokens, packing), packing, self.decoder.output_projection.weight
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from fairseq_plugin.decoder import LSTransformerDecoder
 from fairseq_plugin.encoder import LSTransformerEncoder
-from fairseq_plugin.model_options import check_values, decoder_reasons, encoder_reasons, is_reference, refuse
+from fairseq_plugin.fused_model import FusedModel, as_reference
+from fairseq_plugin.model_options import decoder_reasons, encoder_reasons
 from ls_train import rng
 from ls_train.packing import Packing
 
 
 @register_model("ls_transformer")
-class LSTransformerModel(TransformerModel):
+class LSTransformerModel(FusedModel, TransformerModel):
     """fairseq's transformer with the fused encoder and decoder layers.
 
     Called as fairseq's models are, it returns what they return. A criterion that can work on packed rows passes
@@ -29,41 +30,22 @@ class LSTransformerModel(TransformerModel):
     """
 
     @classmethod
-    def hub_models(cls) -> dict[str, Any]:
-        """Return no models: those of fairseq's hub load as ``transformer``."""
-        return {}
-
-    @classmethod
-    def build_model(cls, args: Any, task: Any) -> LSTransformerModel:
-        """Return a new model.
-
-        Raises:
-            UserError: an option cannot be served.
-        """
-        refuse(args)
-        check_values(args)
-        return super().build_model(args, task)
-
-    @classmethod
     def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: nn.Embedding) -> nn.Module:
         """Return the fused encoder, or fairseq's own where an option asks for it."""
         cfg = TransformerConfig.from_namespace(args)
-        if is_reference("ls_transformer", "encoder", encoder_reasons(cfg)):
-            return super().build_encoder(cfg, src_dict, embed_tokens)
+        reasons = encoder_reasons(cfg)
+        if reasons:
+            return as_reference(super().build_encoder(cfg, src_dict, embed_tokens), reasons)
         return LSTransformerEncoder(cfg, src_dict, embed_tokens)
 
     @classmethod
     def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: nn.Embedding) -> nn.Module:
         """Return the fused decoder, or fairseq's own where an option asks for it."""
         cfg = TransformerConfig.from_namespace(args)
-        if is_reference("ls_transformer", "decoder", decoder_reasons(cfg)):
-            return super().build_decoder(cfg, tgt_dict, embed_tokens)
+        reasons = decoder_reasons(cfg)
+        if reasons:
+            return as_reference(super().build_decoder(cfg, tgt_dict, embed_tokens), reasons)
         return LSTransformerDecoder(cfg, tgt_dict, embed_tokens)
-
-    @property
-    def supports_packed_features(self) -> bool:
-        """Whether ``packed_features=True`` works: the decoder is fused."""
-        return isinstance(self.decoder, LSTransformerDecoder)
 
     def forward(
         self,
@@ -95,11 +77,8 @@ class LSTransformerModel(TransformerModel):
         Raises:
             ValueError: packed features were asked of a model that does not have them.
         """
-        if packed_features and not self.supports_packed_features:
-            raise ValueError(
-                "packed_features needs the fused decoder, which the model's options excluded; check "
-                "supports_packed_features first"
-            )
+        if packed_features:
+            self.check_packed_features()
         fused = isinstance(self.encoder, LSTransformerEncoder) and isinstance(self.decoder, LSTransformerDecoder)
         if fused and not return_all_hiddens and not self.decoder.wants_attention(alignment_layer):
             seed = self._draw_seed(src_tokens.device)

@@ -1,13 +1,12 @@
 """Which of fairseq's transformer options run on the fused layers.
 
 An option that they do not cover is honoured through the reference path: fairseq's own modules for the whole encoder or
-decoder, with one logged line that names the option. Options that neither path can serve are refused.
+decoder, named in the one logged line that tells the causes. Options that neither path can serve are refused.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from fairseq.data import Dictionary
 
 from fairseq_plugin.errors import UserError
 from ls_train.layers.config import TransformerConfig
-
-logger = logging.getLogger(__name__)
 
 HONOURED = frozenset(
     {
@@ -65,13 +62,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """fairseq's activation functions that the layers compute, with the layers' names."""
-
-
-def is_reference(model: str, side: str, reasons: list[str]) -> bool:
-    """Return whether ``side`` of ``model`` is built of fairseq's modules, and log in one line why."""
-    if reasons:
-        logger.info(f"{model}: the {side} runs on fairseq's own layers because of {', '.join(reasons)}")
-    return bool(reasons)
 
 
 def refuse(args: Any) -> None:

@@ -10,6 +10,7 @@ from fairseq.tasks import FairseqTask
 from fairseq_plugin.criterion import LSCrossEntropyCriterion, LSLabelSmoothedCrossEntropyCriterion
 from fairseq_plugin.decoder import LSTransformerDecoder
 from fairseq_plugin.encoder import LSTransformerEncoder
+from fairseq_plugin.fused_model import reference_causes
 from fairseq_plugin.language_model import LSTransformerLanguageModel
 from fairseq_plugin.model import LSTransformerModel
 
@@ -39,6 +40,23 @@ def obstacles(
         *_criterion(criterion),
         *(["quantization"] if quantizer else []),
     ]
+
+
+def graph_obstacles(model: torch.nn.Module, on_gpu: bool, is_lean: bool) -> list[str]:
+    """Return why a run cannot replay its steps as CUDA graphs, as options and short phrases; empty where it can.
+
+    Args:
+        model: not wrapped.
+        on_gpu: whether it trains on a GPU.
+        is_lean: whether the plugin's own training step runs; what that cannot do, no graph can.
+    """
+    found = {
+        "fairseq's own training step": not is_lean,
+        "training on the CPU": not on_gpu,
+        "--checkpoint-activations": any(getattr(m, "checkpoint_activations", False) for m in model.modules()),
+        "anomaly detection": torch.is_anomaly_enabled(),
+    }
+    return [reason for reason, given in found.items() if given]
 
 
 def _options(cfg: Any) -> list[str]:
@@ -77,16 +95,18 @@ def _model(model: torch.nn.Module) -> list[str]:
     kind = type(model)
     if not any(isinstance(model, known) and kind.forward is known.forward for known in _MODELS):
         return [f"model {kind.__name__}"]
-    reasons = []
+    causes, reasons = reference_causes(model), []
     for side, fused in (("encoder", LSTransformerEncoder), ("decoder", LSTransformerDecoder)):
         module = getattr(model, side, None)
         if module is None:
             continue
         if not isinstance(module, fused):
-            reasons.append(f"{side} {type(module).__name__}")
+            reasons.append(causes.get(side, f"{side} {type(module).__name__}"))
         elif module.layerdrop > 0:
             reasons.append(f"--{side}-layerdrop {module.layerdrop}")
-    modules = list(model.modules())
+    # Hooks inside fairseq's own encoder or decoder say nothing that its cause does not say.
+    named = {module for side in causes for module in getattr(model, side).modules()}
+    modules = [module for module in model.modules() if module not in named]
     # Ours calls the layers, not the modules around them.
     if any(getattr(module, hooks, None) for module in modules for hooks in _HOOKS):
         reasons.append("hooks on modules")

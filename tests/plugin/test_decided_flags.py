@@ -14,37 +14,33 @@ OURS = ["--arch", "ls_transformer_tiny", "--optimizer", "ls_adam"]
 FAIRSEQS = ["--arch", "transformer_tiny", "--optimizer", "adam"]
 SMOOTHED = ["--criterion", "label_smoothed_cross_entropy", "--label-smoothing", 0.1]
 STEP = "training step: fairseq's own runs because of"
-# Flags, and how the lines start that say what runs instead: none where the plugin's own step does.
+# Flags, and what the one line names that says what runs instead: nothing where the plugin's own step does.
 TRAINING = {
-    "layerdrop": (["--encoder-layerdrop", 0.4, "--decoder-layerdrop", 0.3], [f"{STEP} --encoder-layerdrop 0.4"]),
-    "fused": (["--layernorm-embedding", "--checkpoint-activations", "--encoder-learned-pos"], []),
+    "layerdrop": (
+        ["--encoder-layerdrop", 0.4, "--decoder-layerdrop", 0.3],
+        "--encoder-layerdrop 0.4, --decoder-layerdrop 0.3",
+    ),
+    "fused": (["--layernorm-embedding", "--checkpoint-activations", "--encoder-learned-pos"], None),
     "cosine": (
         ["--lr-scheduler", "cosine", "--warmup-updates", 1, "--lr-period-updates", 2, "--min-lr", 1e-5]
         + ["--t-mult", 2, "--lr-shrink", 0.5],
-        [],
+        None,
     ),
     "polynomial": (
         ["--lr-scheduler", "polynomial_decay", "--warmup-updates", 2, "--total-num-update", 5, "--power", 2]
         + ["--end-learning-rate", 1e-4],
-        [],
+        None,
     ),
     "quant noise": (
         ["--quant-noise-pq", 0.2],
-        [
-            "ls_transformer: the encoder runs on fairseq's own layers because of --quant-noise-pq",
-            "ls_transformer: the decoder runs on fairseq's own layers because of --quant-noise-pq",
-            f"{STEP} encoder TransformerEncoderBase",
-        ],
+        "fairseq's encoder (--quant-noise-pq), fairseq's decoder (--quant-noise-pq)",
     ),
     "adaptive softmax": (
         ["--adaptive-softmax-cutoff", "100,500", "--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp"],
-        [
-            "ls_transformer: the decoder runs on fairseq's own layers because of --adaptive-softmax-cutoff",
-            f"{STEP} decoder TransformerDecoderBase",
-        ],
+        "fairseq's decoder (--adaptive-softmax-cutoff), criterion AdaptiveLoss",
     ),
-    "bmuf": (["--use-bmuf"], [f"{STEP} --use-bmuf"]),
-    "amp": (["--amp"], [f"{STEP} --amp"]),
+    "bmuf": (["--use-bmuf"], "--use-bmuf"),
+    "amp": (["--amp"], "--amp"),
 }
 
 
@@ -59,7 +55,7 @@ SOAK = ("bmuf", "amp")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.soak) if n in SOAK else n for n in TRAINING])
 def test_training(run_cli, plain, data_bin, tmp_path, name):
-    flags, lines = TRAINING[name]
+    flags, causes = TRAINING[name]
     ours, theirs = [["--no-save", *SMOOTHED, *flags] for _ in range(2)]
     if "adaptive_loss" not in flags:
         ours = ["ls_label_smoothed_cross_entropy" if flag == SMOOTHED[1] else flag for flag in ours]
@@ -74,9 +70,8 @@ def test_training(run_cli, plain, data_bin, tmp_path, name):
     found, expected = (losses(log) for log in logs)
     assert len(found) == UPDATES
     assert found == pytest.approx(expected, rel=1e-4)
-    logged = [line.split(" | ")[-1] for line in logs[0].splitlines() if "because of" in line]
-    assert len(logged) == len(lines)
-    assert all(line.startswith(start) for line, start in zip(logged, lines))
+    logged = [line.split(" | ")[-1] for line in logs[0].splitlines() if "fairseq's" in line]
+    assert logged == ([] if causes is None else [f"{STEP} {causes}"])
 
 
 def test_moving_average(run_cli, plain, data_bin, tmp_path):

@@ -104,9 +104,9 @@ def test_reference_path(options, caplog):
     with caplog.at_level("INFO"):
         model = build("ls_transformer_lm", **options)
     option = next(iter(options))
-    lines = [line for line in caplog.messages if line.startswith("ls_transformer_lm:")]
-    assert len(lines) == 1
-    assert option.replace("_", "-") in lines[0] or option in lines[0]
+    (line,) = caplog.messages
+    assert line.startswith("LSTransformerLanguageModel: runs on fairseq's decoder (")
+    assert option.replace("_", "-") in line or option in line
     assert not model.supports_packed_features
     with pytest.raises(ValueError, match="supports_packed_features"):
         model(torch.tensor([[2, 5]]), packed_features=True)

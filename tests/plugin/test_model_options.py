@@ -6,13 +6,30 @@ import logging
 import pytest
 import torch
 from fairseq import models
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer import TransformerConfig
+from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 
-from fairseq_plugin import model_options
+from fairseq_plugin import fused_model, model_options, step_options
+from fairseq_plugin.criterion import LSCrossEntropyCriterion
 from fairseq_plugin.errors import UserError
 from tests.plugin.tiny_models import TINY, Task, batch, build, dictionary, loss_of, pair
+
+
+class StepTask(FairseqTask):
+    """As much of a task as a training step asks."""
+
+    target_dictionary = dictionary(29)
+
+
+def step_arguments(model):
+    """Return configuration, task, model and criterion of a run that nothing but the model keeps from our step."""
+    cfg = OmegaConf.structured(FairseqConfig)
+    cfg.optimizer = {"_name": "ls_adam"}
+    task = StepTask(None)
+    return cfg, task, model, LSCrossEntropyCriterion(task, sentence_avg=False)
 
 
 class TestReferencePath:
@@ -32,14 +49,33 @@ class TestReferencePath:
     def test_is_fairseqs_and_logged(self, options, sides, caplog):
         with caplog.at_level(logging.INFO):
             ours, theirs = pair(**options)
-        lines = [line for line in caplog.messages if line.startswith("ls_transformer:")]
+        (line,) = [line for line in caplog.messages if "fairseq's" in line]
+        assert line.startswith("LSTransformerModel: runs on fairseq's ")
         option = "--" + next(iter(options)).replace("_", "-")
-        assert [line.split()[2] for line in lines] == sides.split()
-        assert all(option in line for line in lines)
+        assert [part for part in ("encoder", "decoder") if f"fairseq's {part} ({option}" in line] == sides.split()
         assert ours.supports_packed_features == ("decoder" not in sides)
         if not {"quant_noise_pq", "adaptive_softmax_cutoff"} & options.keys():
             sample = batch()
             torch.testing.assert_close(loss_of(ours, sample), loss_of(theirs, sample), rtol=1e-5, atol=1e-5)
+
+    def test_one_line_names_every_cause(self, caplog):
+        """That of the model, or that of the training step where there will be one."""
+        options = {"activation_fn": "tanh", "quant_noise_pq": 0.1, "cross_self_attention": True}
+        line = (
+            "fairseq's encoder (--activation-fn tanh, --quant-noise-pq), "
+            "fairseq's decoder (--activation-fn tanh, --quant-noise-pq, --cross-self-attention)"
+        )
+        caplog.set_level(logging.INFO)
+        build("ls_transformer", **options)
+        assert caplog.messages == [f"LSTransformerModel: runs on {line}"]
+        caplog.clear()
+        fused_model.expect_training_step(True)
+        try:
+            model = build("ls_transformer", **options)
+        finally:
+            fused_model.expect_training_step(False)
+        assert caplog.messages == []
+        assert ", ".join(step_options.obstacles(*step_arguments(model))) == line
 
     def test_packed_features_with_fairseqs_encoder(self):
         mixed, whole = build("ls_transformer"), build("ls_transformer")
