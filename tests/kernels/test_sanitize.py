@@ -1,0 +1,50 @@
+"""The cases for compute-sanitizer run, call every operator and, on a GPU, launch every kernel of the library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ls_train import _library
+from tests.build.test_compile import KERNELS
+from tests.kernels import sanitize
+
+
+class _Operators(TorchDispatchMode):
+    """Remembers the names of our operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == _library.NAMESPACE:
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_operator_has_a_case() -> None:
+    with _Operators() as called:
+        count = sanitize.run(sanitize.all_stems(), "cpu", [torch.float32])
+    assert called.names == set(_library.operator_names())
+    assert count > 2 * len(called.names)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_kernel_has_a_case() -> None:
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        sanitize.run(sanitize.all_stems(), "cuda", dtypes)
+    launched = " ".join({event.key for event in profile.key_averages()})
+    missing = {name for name in KERNELS if f"::{name}" not in launched}
+    assert not missing, f"no case of tests.kernels.sanitize launches {missing}"
+
+
+def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sanitize.main(["layernorm"])
+    assert "unknown operator 'layernorm'; use some of adam," in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="no CUDA device is present"):
+            sanitize.main([])
