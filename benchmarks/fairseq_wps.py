@@ -1,106 +1,124 @@
 """Target words a second of real training runs: ``fairseq-train`` against ``lightseq-train``, same flags, same data.
 
-``python -m benchmarks.fairseq_wps [--quick] [--output FILE]``. Each run is a process of its own on one data-bin of
-random tokens with lengths as in WMT14 English-German. Implementations: ``fairseq`` as it ships,
+``python -m benchmarks.fairseq_wps [--quick] [--gpus N] [--output FILE]``. Each run is a process of its own on one
+data-bin of random tokens with lengths as in WMT14 English-German. Implementations: ``fairseq`` as it ships,
 ``fairseq_no_cudnn_attention`` with torch's cuDNN attention off (it plans anew for every shape: the fair baseline),
-``ls_train`` and ``ls_train_graph``, the same with ``--ls-cuda-graph on``. The figures are the medians of fairseq's own
-log after the first intervals.
+``fairseq_apex``, the same with Apex where that is installed, ``ls_train`` and ``ls_train_graph``, the same with
+``--ls-cuda-graph on``. The figures are the medians over the last intervals of fairseq's own log. The runs of a group
+start up together and are then measured one after another. The records are written after every run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
+import socket
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.records import RESULTS, write_records
+from benchmarks.fairseq_process import PEAK, available, is_ours
+from benchmarks.processes import Prepared, in_turn
+from benchmarks.random_data import write_data
+from benchmarks.records import RESULTS, compile_kernels, write_records
 
 VOCABULARY = 40000
 _MAX_TOKENS = (512, 1024, 4096, 8192, 15000)
-_QUICK = (4096, 15000)
-IMPLEMENTATIONS = ("ls_train", "ls_train_graph", "fairseq_no_cudnn_attention", "fairseq")
-_ARCHS = {"transformer_big_6e6d": "transformer_vaswani_wmt_en_de_big", "transformer_toy": "transformer_tiny"}
-_SKIPPED_INTERVALS = 2
-_PEAK = "peak memory of this run, bytes: "
-_START = {
-    "ls_train": "from fairseq_plugin.cli import train as main",
-    "ls_train_graph": "from fairseq_plugin.cli import train as main",
-    "fairseq": "from fairseq_cli.train import cli_main as main",
-    "fairseq_no_cudnn_attention": (
-        "import torch; torch.backends.cuda.enable_cudnn_sdp(False); from fairseq_cli.train import cli_main as main"
-    ),
+_QUICK = (512, 1024, 4096, 15000)
+_QUICK_IMPLEMENTATIONS = ("ls_train", "ls_train_graph", "fairseq_no_cudnn_attention")
+_ARCHS = {
+    "transformer_base_6e6d": "transformer_wmt_en_de",
+    "transformer_big_6e6d": "transformer_vaswani_wmt_en_de_big",
+    "transformer_iwslt_6e6d": "transformer_iwslt_de_en",
+    "transformer_toy": "transformer_tiny",
 }
-_END = f"import torch; print('{_PEAK}', torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)"
+_MEASURED = 80
+"""Updates that are measured, the last ones of a run."""
+_WARM_UP = 20
+_INTERVAL = 10
+_UNITS = {"words_per_second": "words/s", "time": "ms", "peak_memory": "GiB", "efficiency": "%"}
 
 
-def write_data(folder: Path, sentences: int, vocabulary: int) -> None:
-    """Write a data-bin of random tokens: lengths log-normal as in WMT14 en-de, words by Zipf's law."""
-    from fairseq.data import Dictionary, indexed_dataset
+@dataclass(frozen=True)
+class Run:
+    """One training run of the benchmark."""
 
-    folder.mkdir(parents=True, exist_ok=True)
-    dictionary = Dictionary()
-    for i in range(vocabulary - dictionary.nspecial):
-        dictionary.add_symbol(f"w{i}", n=vocabulary - i)
-    rng = np.random.default_rng(1)
-    for split, count in (("train", sentences), ("valid", 100)):
-        length = np.exp(rng.normal(3.22, 0.62, count))
-        ratio = np.exp(rng.normal(0.02, 0.17, count))
-        for language, lengths in (("en", length.clip(3, 200)), ("de", (length * ratio).clip(3, 220))):
-            dictionary.save(str(folder / f"dict.{language}.txt"))
-            path = str(folder / f"{split}.en-de.{language}")
-            builder = indexed_dataset.make_builder(path + ".bin", "mmap", vocab_size=vocabulary)
-            for words in lengths.astype(int):
-                ids = (rng.zipf(1.15, words) - 1) % (vocabulary - 10) + dictionary.nspecial
-                builder.add_item(torch.from_numpy(np.append(ids, dictionary.eos()).astype(np.int64)))
-            builder.finalize(path + ".idx")
+    implementation: str
+    arch: str
+    max_tokens: int
+    precision: str
+    gpus: int
+    updates: int
+    measured: int
 
 
-def arguments_of(
-    data: Path, implementation: str, arch: str, max_tokens: int, precision: str, updates: int
-) -> list[str]:
+def warm_up_updates(implementation: str, max_tokens: int) -> int:
+    """Return how many updates come before the measured ones.
+
+    Graphs are captured when a shape comes again, and small batches have many shapes: for 512 tokens the shapes of 500
+    updates, for 15000 tokens those of 130.
+    """
+    if implementation != "ls_train_graph":
+        return _WARM_UP
+    return 120 + round(400 * min(1.0, 512 / max_tokens))
+
+
+def arguments_of(data: Path, run: Run) -> list[str]:
     """Return the command line of one run; ours differs in the names of arch, criterion and optimizer alone."""
-    prefix = "ls_" if implementation.startswith("ls_train") else ""
+    prefix = "ls_" if is_ours(run.implementation) else ""
+    on_gpu = torch.cuda.is_available()
+    interval = min(_INTERVAL, max(1, run.measured // 2))
     flags = (
-        f"{data} --source-lang en --target-lang de --task translation --arch {prefix}{_ARCHS[arch]} "
+        f"{data} --source-lang en --target-lang de --task translation --arch {prefix}{_ARCHS[run.arch]} "
         f"--share-all-embeddings --optimizer {prefix}adam --adam-betas (0.9,0.98) --clip-norm 0.0 --lr 5e-4 "
         "--lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-7 --weight-decay 0.0001 --dropout 0.1 "
         f"--attention-dropout 0.1 --activation-dropout 0.1 --criterion {prefix}label_smoothed_cross_entropy "
-        f"--label-smoothing 0.1 --max-tokens {max_tokens} --max-update {updates} --no-save --disable-validation "
-        f"--log-format json --log-interval {max(1, updates // 10)} --seed 1 --num-workers 4"
+        f"--label-smoothing 0.1 --max-tokens {run.max_tokens} --max-update {run.updates} --no-save "
+        f"--disable-validation --log-format json --log-interval {interval} --seed 1 "
+        f"--num-workers {4 if on_gpu else 0} --distributed-world-size {run.gpus}"
     )
-    if implementation == "ls_train_graph":
+    if run.implementation == "ls_train_graph":
         flags += " --ls-cuda-graph on"
-    if precision != "fp32":
-        flags += f" --{precision}"
-    if not torch.cuda.is_available():
-        flags += " --cpu"
+    if run.precision != "fp32":
+        flags += f" --{run.precision}"
+    if not on_gpu:
+        flags += " --cpu --distributed-backend gloo"
     return flags.split()
 
 
-def run(data: Path, implementation: str, arch: str, max_tokens: int, precision: str, updates: int) -> dict[str, float]:
-    """Train and return ``words_per_second``, ``time`` (ms a step) and ``peak_memory`` (GiB).
+def environments(gpus: int) -> list[dict[str, str]]:
+    """Return what each rank of a run needs in its environment; a run on one GPU sees no other."""
+    if gpus == 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        return [{"CUDA_VISIBLE_DEVICES": visible}]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(gpus)}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
+
+
+def figures(output: str, run: Run) -> dict[str, float]:
+    """Return ``words_per_second``, ``time`` (ms a step) and ``peak_memory`` (GiB) from what the first rank printed.
 
     Raises:
-        RuntimeError: the run failed or logged too little; the message holds the end of its output.
+        RuntimeError: it logged no interval of the measured updates.
     """
-    program = f"{_START[implementation]}; main(); {_END}"
-    flags = arguments_of(data, implementation, arch, max_tokens, precision, updates)
-    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, check=False)
-    output = done.stdout + done.stderr
     rows = [json.loads(line) for line in re.findall(r'\{"epoch".*\}', output)]
-    rows = [row for row in rows if "wps" in row][_SKIPPED_INTERVALS:]
-    peak = re.search(re.escape(_PEAK) + r" *(\d+)", output)
-    if done.returncode != 0 or not rows or peak is None:
-        raise RuntimeError(f"{implementation} at {max_tokens} tokens failed:\n{output[-2000:]}")
+    first = run.updates - run.measured
+    rows = [row for row in rows if "wps" in row and int(row["num_updates"]) > first]
+    peak = re.search(re.escape(PEAK) + r" *(\d+)", output)
+    if not rows or peak is None:
+        raise RuntimeError(f"nothing was logged after update {first}:\n{output[-2000:]}")
     return {
         "words_per_second": statistics.median(float(row["wps"]) for row in rows),
         "time": 1e3 / statistics.median(float(row["ups"]) for row in rows),
@@ -108,54 +126,126 @@ def run(data: Path, implementation: str, arch: str, max_tokens: int, precision: 
     }
 
 
+def measured(runs: Sequence[Run], data: Path, limit: float) -> Iterator[tuple[Run, dict[str, float]]]:
+    """Start ``runs`` together, measure one after another, yield each with its figures; print and skip what fails."""
+    with contextlib.ExitStack() as stack:
+        ranks = {}
+        for run in runs:
+            arguments = ["-m", "benchmarks.fairseq_process", run.implementation, *arguments_of(data, run)]
+            ranks[run] = [stack.enter_context(Prepared(arguments, extra)) for extra in environments(run.gpus)]
+        for run, outputs in in_turn(ranks, limit, start_limit=limit):
+            try:
+                yield run, figures(outputs[0], run)
+            except RuntimeError as error:
+                print(f"{run}: {error}", flush=True)
+
+
 def records_of(case: dict[str, Any], results: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     """Return the records of one case, with ratios above 1 where ls_train is better."""
-    units = {"words_per_second": "words/s", "time": "ms", "peak_memory": "GiB"}
     records = []
     for implementation, metrics in results.items():
         for metric, value in metrics.items():
             ratios = {}
-            if implementation.startswith("ls_train") and value > 0:
-                for peer in (name for name in results if not name.startswith("ls_train")):
+            if is_ours(implementation) and value > 0:
+                for peer in (name for name in results if not is_ours(name)):
                     theirs = results[peer][metric]
                     ratios[peer] = value / theirs if metric == "words_per_second" else theirs / value
             record = {"bench": "fairseq_wps", "case": case, "implementation": implementation}
-            records.append({**record, "metric": metric, "value": value, "unit": units[metric], "ratios": ratios})
+            records.append({**record, "metric": metric, "value": value, "unit": _UNITS[metric], "ratios": ratios})
     return records
+
+
+def all_records(results: dict[Run, dict[str, float]], with_gpus: bool) -> list[dict[str, Any]]:
+    """Return the records of all runs; for several GPUs also the efficiency, in percent of as many times one GPU."""
+    cases: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
+    for run, metrics in results.items():
+        key = (run.arch, run.max_tokens, run.precision, run.gpus)
+        cases.setdefault(key, {})[run.implementation] = metrics
+    records = []
+    for key, by_name in cases.items():
+        arch, max_tokens, precision, gpus = key
+        case = {"arch": arch, "max_tokens": max_tokens, "precision": precision, **({"gpus": gpus} if with_gpus else {})}
+        records += records_of(case, by_name)
+        for name, metrics in by_name.items():
+            single = cases.get((*key[:3], 1), {}).get(name)
+            if gpus > 1 and single is not None:
+                value = 100 * metrics["words_per_second"] / (gpus * single["words_per_second"])
+                record = {"bench": "fairseq_wps", "case": case, "implementation": name, "metric": "efficiency"}
+                records.append({**record, "value": value, "unit": _UNITS["efficiency"], "ratios": {}})
+    return records
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return a table for the terminal: a line a run."""
+    rows: dict[tuple[str, str], dict[str, float]] = {}
+    ratios: dict[tuple[str, str], dict[str, float]] = {}
+    for record in records:
+        key = (" ".join(map(str, record["case"].values())), record["implementation"])
+        rows.setdefault(key, {})[record["metric"]] = record["value"]
+        if record["metric"] == "words_per_second":
+            ratios[key] = record["ratios"]
+    lines = [f"{'case':36} {'implementation':27} {'words/s':>9} {'ms/step':>8} {'GiB':>6}  x peers"]
+    for key, row in rows.items():
+        against = ", ".join(f"{peer} {ratio:.2f}" for peer, ratio in ratios[key].items())
+        share = f", efficiency {row['efficiency']:.1f} %" if "efficiency" in row else ""
+        figures_ = f"{row['words_per_second']:9.0f} {row['time']:8.2f} {row['peak_memory']:6.2f}"
+        lines.append(f"{key[0]:36} {key[1]:27} {figures_}  {against}{share}")
+    return "\n".join(lines)
+
+
+def _runs(options: argparse.Namespace) -> list[Run]:
+    names = options.implementation or (_QUICK_IMPLEMENTATIONS if options.quick else available())
+    runs = []
+    for precision in options.precision or ["fp16"]:
+        for max_tokens in options.max_tokens or (_QUICK if options.quick else _MAX_TOKENS):
+            for gpus in sorted({1, options.gpus or 1}):
+                for name in names:
+                    before = warm_up_updates(name, max_tokens) if options.warm_up is None else options.warm_up
+                    updates = before + options.measured
+                    runs.append(Run(name, options.arch, max_tokens, precision, gpus, updates, options.measured))
+    return runs
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"max-tokens {_QUICK} only, without fairseq as shipped")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help=f"max-tokens {_QUICK}, {', '.join(_QUICK_IMPLEMENTATIONS)}"
+    )
     parser.add_argument("--arch", default="transformer_big_6e6d", choices=sorted(_ARCHS))
     parser.add_argument("--precision", action="append", choices=("fp32", "fp16", "bf16"), help="default: fp16")
     parser.add_argument("--max-tokens", action="append", type=int)
-    parser.add_argument("--updates", type=int, default=100)
-    parser.add_argument("--sentences", type=int, default=60000)
+    parser.add_argument("--implementation", action="append", choices=available())
+    parser.add_argument("--gpus", type=int, help="also with so many GPUs of this host; cases then hold gpus")
+    parser.add_argument("--measured", type=int, default=_MEASURED, help="updates that are measured (%(default)s)")
+    parser.add_argument("--warm-up", type=int, help="updates before these; default: by implementation and max-tokens")
+    parser.add_argument("--sentences", type=int, default=80000)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
-    parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS)
+    parser.add_argument("--data", type=Path, help="folder of the data-bin: made if it is missing, and kept")
+    parser.add_argument("--group", type=int, default=12, help="runs that start up together (%(default)s)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds a run may take (%(default)s)")
+    parser.add_argument("--append", action="store_true", help="keep other cases' records in the output file")
     parser.add_argument("--output", type=Path, default=RESULTS / "fairseq_wps.json")
     options = parser.parse_args(argv)
-    names = options.implementation or IMPLEMENTATIONS[: -1 if options.quick else None]
-    records = []
+    if options.gpus is not None and torch.cuda.is_available() and not 1 <= options.gpus <= torch.cuda.device_count():
+        parser.error(f"--gpus {options.gpus}: this host has {torch.cuda.device_count()}")
+    start = time.monotonic()
+    compile_kernels()
+    results: dict[Run, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder)
-        write_data(data, options.sentences, options.vocabulary)
-        for precision in options.precision or ["fp16"]:
-            for max_tokens in options.max_tokens or (_QUICK if options.quick else _MAX_TOKENS):
-                case = {"arch": options.arch, "max_tokens": max_tokens, "precision": precision}
-                results = {}
-                for name in names:
-                    try:
-                        results[name] = run(data, name, options.arch, max_tokens, precision, options.updates)
-                    except RuntimeError as error:
-                        print(error, flush=True)
-                        continue
-                    line = " | ".join(f"{metric} {value:.1f}" for metric, value in results[name].items())
-                    print(f"{options.arch} {precision} {max_tokens}: {name} {line}", flush=True)
-                records += records_of(case, results)
-                write_records(records, options.output)
+        data = options.data or Path(folder)
+        if not (data / "train.en-de.de.idx").exists():
+            write_data(data, options.sentences, options.vocabulary)
+        runs = _runs(options)
+        for i in range(0, len(runs), options.group):
+            for run, metrics in measured(runs[i : i + options.group], data, options.limit):
+                results[run] = metrics
+                line = " | ".join(f"{metric} {value:.1f}" for metric, value in metrics.items())
+                print(f"{time.monotonic() - start:5.0f} s  {run}: {line}", flush=True)
+                write_records(all_records(results, options.gpus is not None), options.output, append=options.append)
+    print(table(all_records(results, options.gpus is not None)), flush=True)
+    if len(results) < len(runs):
+        raise SystemExit(f"{len(runs) - len(results)} of {len(runs)} runs failed")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,18 @@ an epilogue absorbs or what stays in the L2 cache can go below it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 
 from benchmarks.records import capture, median_ms
-from benchmarks.shapes import Shape
+from benchmarks.shapes import ATTENTIONS, Projections, Shape
 
+ADAM_BYTES = 28
+"""Bytes a parameter: gradient, fp32 master and moments read, the last three and the 16-bit parameter written."""
+ENCODER_PASSES, DECODER_PASSES = 53, 75
+ATTENTION_LENGTH = 512
 _ROTATE = 3
 """Sets of operands that a timing goes round, so that none is read from the cache."""
 
@@ -25,6 +32,7 @@ def copy_bandwidth(size: int = 2**31) -> float:
     return 2 * size / (median_ms(lambda: y.copy_(x), 20, 5) * 1e-3)
 
 
+@cache
 def gemm_ms(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
     """Return the time of a projection's three products (forward, input gradient, weight gradient)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,22 +51,50 @@ def gemm_ms(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
     return median_ms(capture(products), 8, 2) / _ROTATE
 
 
-def step_floor(shape: Shape, tokens: int, length: int, dtype: torch.dtype, bandwidth: float) -> dict[str, float]:
-    """Return ``gemms``, ``bytes`` and ``total`` of a step with ``tokens`` rows on either side, in milliseconds."""
-    c, f, layers = shape.embed_dim, shape.ffn_dim, shape.layers
-    projections = (
-        (c, 3 * c, 2 * layers),
-        (c, c, 4 * layers),
-        (c, 2 * c * layers, 1),
-        (c, f, 2 * layers),
-        (f, c, 2 * layers),
-        (c, shape.vocab_size, 1),
-    )
-    gemms = sum(count * gemm_ms(tokens, inner, columns, dtype) for inner, columns, count in projections)
-    if length >= 512:
-        # q k^T and p v forward, five products backward; the causal half of the decoder's counts half.
-        flops = 2 * 7 * tokens * length * c * layers * 2.5
-        peak = 2 * 3 * tokens * c * f / (gemm_ms(tokens, c, f, dtype) * 1e-3)
-        gemms += flops / peak * 1e3
-    moved = 28 * shape.parameters + (53 + 75) * layers * tokens * c * 2 + 2 * 2 * tokens * shape.vocab_size
-    return {"gemms": gemms, "bytes": moved / bandwidth * 1e3, "total": gemms + moved / bandwidth * 1e3}
+@dataclass(frozen=True)
+class Floor:
+    """Milliseconds of the matrix products, and of the bytes outside them at copy speed."""
+
+    gemms: float
+    moved: float
+
+    @property
+    def total(self) -> float:
+        """Both together."""
+        return self.gemms + self.moved
+
+
+def step_floor(shape: Shape, tokens: int, length: int, dtype: torch.dtype, bandwidth: float) -> Floor:
+    """Return the floor of a step with ``tokens`` rows on either side."""
+    gemms = _products_ms(shape.projections, tokens, dtype)
+    gemms += _attention_ms(shape, ATTENTIONS * shape.layers, tokens, length, dtype)
+    rows = (ENCODER_PASSES + DECODER_PASSES) * shape.layers * tokens * shape.embed_dim
+    moved = ADAM_BYTES * shape.parameters + 2 * rows + 2 * 2 * tokens * shape.vocab_size
+    return Floor(gemms, moved / bandwidth * 1e3)
+
+
+def layer_floor(kind: str, shape: Shape, tokens: int, length: int, dtype: torch.dtype, bandwidth: float) -> Floor:
+    """Return the floor of forward and backward of one layer; kind: ``"encoder"`` or ``"decoder"``.
+
+    A decoder layer includes its own encoder-decoder keys and values.
+    """
+    c = shape.embed_dim
+    if kind == "encoder":
+        projections, passes, attentions = shape.encoder_projections, ENCODER_PASSES, 1.0
+    else:
+        projections, passes, attentions = (*shape.decoder_projections, (c, 2 * c, 1)), DECODER_PASSES, 1.5
+    gemms = _products_ms(projections, tokens, dtype) + _attention_ms(shape, attentions, tokens, length, dtype)
+    return Floor(gemms, 2 * passes * tokens * c / bandwidth * 1e3)
+
+
+def _products_ms(projections: Projections, tokens: int, dtype: torch.dtype) -> float:
+    return sum(count * gemm_ms(tokens, inner, columns, dtype) for inner, columns, count in projections)
+
+
+def _attention_ms(shape: Shape, attentions: float, tokens: int, length: int, dtype: torch.dtype) -> float:
+    if length < ATTENTION_LENGTH:
+        return 0.0
+    # q k^T and p v forward, five products backward, at the pace of a large GEMM.
+    flops = 2 * 7 * tokens * length * shape.embed_dim * attentions
+    pace = 2 * 3 * tokens * shape.embed_dim * shape.ffn_dim / gemm_ms(tokens, shape.embed_dim, shape.ffn_dim, dtype)
+    return flops / pace

@@ -6,6 +6,7 @@ A record is one JSON object: ``bench``, ``case`` (a flat object), ``implementati
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import statistics
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from ls_train import build
+from ls_train.memory import release_workspaces
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -35,11 +37,36 @@ def _commit() -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def write_records(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write ``records``, each completed by :func:`environment`, as a JSON list."""
+def write_records(records: Sequence[dict[str, Any]], path: Path, append: bool = False) -> None:
+    """Write ``records``, each completed by :func:`environment`, as a JSON list.
+
+    With ``append`` the file keeps the records it has of other benches and cases.
+    """
     where = environment()
+    kept = []
+    if append and path.exists():
+        cases = [(record["bench"], record["case"]) for record in records]
+        kept = [record for record in json.loads(path.read_text()) if (record["bench"], record.get("case")) not in cases]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([{**record, **where} for record in records], indent=1) + "\n")
+    whole = json.dumps([*kept, *({**record, **where} for record in records)], indent=1) + "\n"
+    # A reader, or a kill in between, never sees half a file.
+    part = path.with_name(path.name + ".part")
+    part.write_text(whole)
+    part.replace(path)
+
+
+def compile_kernels() -> None:
+    """Compile the CUDA library where there is a GPU, so that no run of a benchmark has to."""
+    if torch.cuda.is_available():
+        build.library_path()
+
+
+def start_peak() -> None:
+    """Give back what the allocator caches and count the peak memory from here."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def median_ms(step: Callable[[], Any], repeats: int, warmup: int) -> float:
@@ -66,7 +93,10 @@ def median_ms(step: Callable[[], Any], repeats: int, warmup: int) -> float:
 
 
 def capture(step: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
-    """Return the replay of a CUDA graph of ``step``; without a GPU, ``step`` itself."""
+    """Return the replay of a CUDA graph of ``step``; without a GPU, ``step`` itself.
+
+    The peak memory is counted from the capture on, without what only the warm-up needed.
+    """
     if not torch.cuda.is_available():
         return step
     stream = torch.cuda.Stream()
@@ -75,6 +105,9 @@ def capture(step: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
         for _ in range(warmup):
             step()
     torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    release_workspaces()
+    start_peak()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

@@ -1,166 +1,149 @@
 """One training step (forward, backward, clip-free Adam update) without padding: ls_train against PyTorch and the floor.
 
-``python -m benchmarks.step [--quick] [--arch NAME] [--output FILE]``. Every implementation of a case is measured in the
-same run; ratios are peer time over ls_train time (eager ls_train for eager peers, its graph for graph peers).
+``python -m benchmarks.step [--quick] [--arch NAME] [--precision NAME] [--output FILE]``. Every implementation of a case
+is measured in the same run, one after another, in processes that started up together; the floor in between. Ratios of
+time and memory are peer over ls_train, those of words a second the other way round (eager ls_train for eager peers, its
+graph for all). Cases of fp16 hold arch, tokens and length, others the precision too.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-from collections.abc import Callable
+import contextlib
+import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import ls_train
-from benchmarks.floor import copy_bandwidth, step_floor
-from benchmarks.records import RESULTS, capture, median_ms, write_records
-from benchmarks.shapes import SHAPES, Shape
-from benchmarks.torch_transformer import TorchTransformer
-from ls_train.ops import linear_cross_entropy
+from benchmarks.floor import Floor, copy_bandwidth, step_floor
+from benchmarks.processes import Prepared, in_turn
+from benchmarks.records import RESULTS, compile_kernels, write_records
+from benchmarks.shapes import SHAPES
+from benchmarks.step_process import Work, read_results
 
-_CASES = [(512, 32), (1024, 32), (4096, 32), (8192, 32), (15000, 30), (8192, 128), (8192, 512)]
+_LENGTHS = {32: (512, 1024, 4096, 8192), 30: (15000,), 128: (512, 1024, 4096, 8192, 15000)}
+_LENGTHS[512] = _LENGTHS[128]
+_CASES = [(tokens, length) for length, sizes in _LENGTHS.items() for tokens in sizes]
 _QUICK = [(4096, 32), (8192, 32), (15000, 30)]
-_GRAPHS = ("ls_train_graph", "torch_compile_graph")
-IMPLEMENTATIONS = ("ls_train", "ls_train_graph", "torch_eager", "torch_compile", "torch_compile_graph")
+_FAMILIES = (("ls_train", "ls_train_graph"), ("torch_eager",), ("torch_compile", "torch_compile_graph"))
+IMPLEMENTATIONS = tuple(name for family in _FAMILIES for name in family)
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
+"""Dense 16-bit operations a second from the cards' data sheets, what MFU is a share of."""
 
 
-def batch(shape: Shape, tokens: int, length: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Return random source, previous and target tokens, each int64 (tokens // length, length)."""
-    return tuple(torch.randint(4, shape.vocab_size, (tokens // length, length), device=device) for _ in range(3))
-
-
-def ours(shape: Shape, tokens: int, length: int, dtype: torch.dtype, device: str) -> Callable[[], Any]:
-    """Return the training step of ls_train: packed rows, gradients in the flat buffer, fp32 masters."""
-    config = ls_train.LSTransformer.get_config(
-        hidden_size=shape.embed_dim,
-        intermediate_size=shape.ffn_dim,
-        nhead=shape.heads,
-        num_encoder_layer=shape.layers,
-        num_decoder_layer=shape.layers,
-        vocab_size=shape.vocab_size,
-        max_seq_len=max(length, 512),
-        attn_prob_dropout_ratio=shape.dropout,
-        activation_dropout_ratio=shape.dropout,
-        hidden_dropout_ratio=shape.dropout,
-        pre_layer_norm=False,
-        share_all_embeddings=True,
-        padding_idx=1,
-    )
-    model = ls_train.LSTransformer(config).to(device, dtype)
-    optimizer = ls_train.FusedAdam(model.parameters(), lr=1e-4, betas=(0.9, 0.98))
-    optimizer.direct_grads = True
-    source, previous, target = (x.flatten() for x in batch(shape, tokens, length, device))
-    packing = ls_train.Packing.from_padding_mask(None, tokens // length, length, torch.device(device))
-    weight = model.decoder.output_projection.weight
-    scale = torch.full((1,), float(source.numel()), device=device)
-
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        memory = model.encoder.forward_packed(source, packing)
-        features = model.decoder.forward_packed(previous, packing, memory, packing)
-        loss = linear_cross_entropy(features, weight, target, 0.1, 1).loss
-        loss.backward()
-        norm, found_inf = optimizer.grad_norm()
-        optimizer.step(scale=scale, norm=norm, found_inf=found_inf)
-        return loss
-
-    return step
-
-
-def theirs(
-    shape: Shape, tokens: int, length: int, dtype: torch.dtype, device: str, compiled: bool
-) -> Callable[[], Any]:
-    """Return the training step of the PyTorch peer in pure ``dtype`` with fused AdamW."""
-    model = TorchTransformer(shape, max(length, 512)).to(device, dtype)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=(0.9, 0.98), fused=True, capturable=device == "cuda"
-    )
-    source, previous, target = batch(shape, tokens, length, device)
-    forward = torch.compile(model) if compiled else model
-
-    def step() -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=False)
-        loss = forward(source, previous, target)
-        (loss / target.numel()).backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
-def measure(name: str, shape: Shape, tokens: int, length: int, dtype: torch.dtype, quick: bool) -> tuple[float, float]:
-    """Return (milliseconds, peak GiB) of one implementation's step."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    if device == "cuda":
-        torch.compiler.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    if name.startswith("ls_train"):
-        step = ours(shape, tokens, length, dtype, device)
-    else:
-        step = theirs(shape, tokens, length, dtype, device, "compile" in name)
-    if name in _GRAPHS:
-        step = capture(step)
-    time = median_ms(step, 10 if quick else 20, 5)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return time, peak
-
-
-def run_case(
-    arch: str, tokens: int, length: int, implementations: list[str], dtype: torch.dtype, bandwidth: float, quick: bool
+def records_of(
+    case: dict[str, Any], results: dict[str, tuple[float, float]], floor: Floor, flops: float
 ) -> list[dict[str, Any]]:
-    """Measure one case and return its records."""
-    shape = SHAPES[arch]
-    tokens = tokens // length * length
-    floor = step_floor(shape, tokens, length, dtype, bandwidth)
-    times, peaks = {"floor": floor["total"]}, {}
-    for name in implementations:
-        times[name], peaks[name] = measure(name, shape, tokens, length, dtype, quick)
+    """Return the records of one case.
+
+    Args:
+        case: of the records.
+        results: (milliseconds, peak GiB) by implementation.
+        floor: of the case.
+        flops: operations of one step.
+    """
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    times = {"floor": floor.total, **{name: time for name, (time, _) in results.items()}}
     records = []
-    case = {"arch": arch, "tokens": tokens, "length": length}
+
+    def add(name: str, metric: str, value: float, unit: str, ratios: dict[str, float] | None = None) -> None:
+        record = {"bench": "step", "case": case, "implementation": name, "metric": metric, "value": value}
+        records.append({**record, "unit": unit, "ratios": ratios or {}})
+
     for name, value in times.items():
-        ratios = {}
-        if name.startswith("ls_train"):
-            graph = name in _GRAPHS
-            peers = [peer for peer in times if not peer.startswith("ls_train") and (peer in _GRAPHS) <= graph]
-            ratios = {peer: times[peer] / value for peer in peers}
-        record = {"bench": "step", "case": case, "implementation": name}
-        records.append({**record, "metric": "time", "value": value, "unit": "ms", "ratios": ratios})
-        if name in peaks:
-            ratios = {peer: peaks[peer] / peaks[name] for peer in ratios if peaks.get(peer)} if peaks[name] else {}
-            records.append({**record, "metric": "peak_memory", "value": peaks[name], "unit": "GiB", "ratios": ratios})
-    row = " | ".join(f"{name} {times[name]:.2f} ms {peaks.get(name, 0):.1f} GiB" for name in times)
-    print(f"{arch} {tokens} x {length}: {row} (GEMMs {floor['gemms']:.2f})", flush=True)
+        ratios = {peer: times[peer] / value for peer in _peers(name, times)}
+        add(name, "time", value, "ms", ratios)
+        if name == "floor":
+            continue
+        peak = results[name][1]
+        peaks = {peer: results[peer][1] / peak for peer in ratios if peer != "floor" and peak}
+        add(name, "words_per_second", case["tokens"] / value * 1e3, "words/s", ratios)
+        add(name, "peak_memory", peak, "GiB", peaks)
+        add(name, "percent_of_floor", 100 * floor.total / value, "%")
+        if machine in PEAK_FLOPS:
+            add(name, "mfu", 100 * flops / (value * 1e-3 * PEAK_FLOPS[machine]), "%")
     return records
+
+
+def _peers(name: str, names: Sequence[str]) -> list[str]:
+    if not name.startswith("ls_train"):
+        return []
+    with_graphs = name.endswith("_graph")
+    return [peer for peer in names if not peer.startswith("ls_train") and (with_graphs or not peer.endswith("_graph"))]
+
+
+def run_cases(cases: Sequence[dict[str, Any]], options: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
+    """Measure cases that start up together and return their records."""
+    dtype = DTYPES[options.precision]
+    names = options.implementation or IMPLEMENTATIONS
+    threads = max(1, (os.cpu_count() or 1) // max(1, len(cases)))
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+    results: list[dict[str, tuple[float, float]]] = [{} for _ in cases]
+    floors: dict[int, Floor] = {}
+    with contextlib.ExitStack() as stack:
+        runs = {}
+        for number, case in enumerate(cases):
+            for family in _FAMILIES:
+                wanted = tuple(name for name in family if name in names)
+                if wanted:
+                    work = Work(
+                        case["arch"], case["tokens"], case["length"], dtype, wanted, 10 if options.quick else 20
+                    )
+                    arguments = ["-m", "benchmarks.step_process", work.to_json()]
+                    runs[number, work] = [stack.enter_context(Prepared(arguments, environment))]
+        for (number, work), outputs in in_turn(runs, options.limit, start_limit=options.limit):
+            results[number].update(read_results(outputs[0]))
+            if number not in floors:
+                sizes = (SHAPES[work.arch], work.tokens, work.length)
+                floors[number] = step_floor(*sizes, getattr(torch, dtype), bandwidth)
+    records = []
+    for number, case in enumerate(cases):
+        if number in floors:
+            floor, shape = floors[number], SHAPES[case["arch"]]
+            records += records_of(case, results[number], floor, shape.flops(case["tokens"], case["length"]))
+            row = " | ".join(f"{name} {time:.2f} ms {peak:.2f} GiB" for name, (time, peak) in results[number].items())
+            print(f"{' '.join(map(str, case.values()))}: floor {floor.total:.2f} ms, GEMMs {floor.gemms:.2f} | {row}")
+    return records
+
+
+def _cases(options: argparse.Namespace) -> list[dict[str, Any]]:
+    sizes = _QUICK if options.quick else _CASES
+    if options.case:
+        sizes = [tuple(map(int, case.split("x"))) for case in options.case]
+    extra = {} if options.precision == "fp16" else {"precision": options.precision}
+    return [
+        {"arch": arch, "tokens": tokens // length * length, "length": length, **extra}
+        for arch in options.arch or ["transformer_big_6e6d"]
+        for tokens, length in sizes
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the cases of the table in the README only")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="4096x32, 8192x32, 15000x30 only")
     parser.add_argument("--arch", action="append", choices=sorted(SHAPES), help="default: transformer_big_6e6d")
-    parser.add_argument("--case", action="append", help="TOKENSxLENGTH, in place of the default cases")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--case", action="append", metavar="TOKENSxLENGTH", help="in place of the default cases")
+    parser.add_argument("--precision", default="fp16", choices=DTYPES)
     parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS, help="default: all")
+    parser.add_argument("--together", type=int, default=3, help="cases that start up together (%(default)s)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a start-up and for a run (%(default)s)")
+    parser.add_argument("--append", action="store_true", help="keep other cases' records in the output file")
     parser.add_argument("--output", type=Path, default=RESULTS / "step.json")
-    arguments = parser.parse_args(argv)
-    cases = _QUICK if arguments.quick else _CASES
-    if arguments.case:
-        cases = [tuple(map(int, case.split("x"))) for case in arguments.case]
+    options = parser.parse_args(argv)
+    start = time.monotonic()
+    compile_kernels()
     bandwidth = copy_bandwidth(2**31 if torch.cuda.is_available() else 2**20)
     print(f"copy {bandwidth / 1e12:.2f} TB/s", flush=True)
-    records = []
-    for arch in arguments.arch or ["transformer_big_6e6d"]:
-        for tokens, length in cases:
-            names = arguments.implementation or list(IMPLEMENTATIONS)
-            dtype = getattr(torch, arguments.dtype)
-            records += run_case(arch, tokens, length, names, dtype, bandwidth, arguments.quick)
-            write_records(records, arguments.output)
+    cases, records = _cases(options), []
+    for i in range(0, len(cases), options.together):
+        records += run_cases(cases[i : i + options.together], options, bandwidth)
+        write_records(records, options.output, append=options.append)
+        print(f"{time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks import fairseq_wps, report, step
+from benchmarks import curves, curves_summary, fairseq_wps, report, step
+from benchmarks.fairseq_process import PEAK
+from benchmarks.floor import Floor
+from benchmarks.processes import Prepared
+from benchmarks.records import write_records
+from benchmarks.shapes import SHAPES
+
+needs_fairseq = pytest.mark.skipif(importlib.util.find_spec("fairseq") is None, reason="fairseq is not installed")
 
 KEYS = {"bench", "case", "implementation", "metric", "value", "unit", "ratios"}
 WHERE = {"machine", "versions", "commit", "source_hash"}
 
 
+@pytest.mark.timeout(400)
 def test_step(tmp_path) -> None:
     output = tmp_path / "step.json"
     names = ["ls_train", "torch_eager"]
     flags = [argument for name in names for argument in ("--implementation", name)]
-    toy = ["--arch", "transformer_toy_1e1d", "--case", "64x8", "--dtype", "float32", "--quick"]
+    toy = ["--arch", "transformer_toy_1e1d", "--case", "64x8", "--precision", "fp32", "--quick"]
     step.main([*toy, *flags, "--output", str(output)])
     records = json.loads(output.read_text())
     assert all(record.keys() == KEYS | WHERE for record in records)
     times = {r["implementation"]: r for r in records if r["metric"] == "time"}
     assert set(times) == {"floor", *names}
-    assert times["ls_train"]["case"] == {"arch": "transformer_toy_1e1d", "tokens": 64, "length": 8}
+    assert times["ls_train"]["case"] == {"arch": "transformer_toy_1e1d", "tokens": 64, "length": 8, "precision": "fp32"}
     ratio = times["torch_eager"]["value"] / times["ls_train"]["value"]
     assert times["ls_train"]["ratios"]["torch_eager"] == pytest.approx(ratio)
+    shares = {r["implementation"]: r["value"] for r in records if r["metric"] == "percent_of_floor"}
+    assert shares["ls_train"] == pytest.approx(100 * times["floor"]["value"] / times["ls_train"]["value"])
+
+
+def test_graphs_are_compared_with_graphs() -> None:
+    times = {name: (float(number + 1), 1.0) for number, name in enumerate(step.IMPLEMENTATIONS)}
+    records = step.records_of({"arch": "a", "tokens": 10, "length": 5}, times, Floor(0.5, 0.25), 1.0)
+    ratios = {r["implementation"]: r["ratios"] for r in records if r["metric"] == "time"}
+    peers = {"torch_eager", "torch_compile", "floor"}
+    assert ratios["ls_train"].keys() == peers
+    assert ratios["ls_train_graph"].keys() == peers | {"torch_compile_graph"}
+    assert ratios["ls_train_graph"]["torch_compile_graph"] == pytest.approx(5 / 2)
+    assert ratios["torch_eager"] == {}
+
+
+def test_flops_of_a_step_count_every_product() -> None:
+    shape = SHAPES["transformer_toy_1e1d"]
+    weights = shape.parameters - sum(size for size in (3 * 4 * 32, 2 * (64 + 32), 5 * 2 * 32))  # biases and norms
+    attention = 2 * 2 * 64 * 8 * 32 * 2.5
+    assert shape.flops(64, 8) == pytest.approx(3 * (2 * 64 * weights + attention))
 
 
 def test_ratios_above_one_are_better() -> None:
@@ -38,14 +69,132 @@ def test_ratios_above_one_are_better() -> None:
 
 
 def test_both_engines_get_the_same_flags(tmp_path) -> None:
+    run = fairseq_wps.Run("ls_train", "transformer_toy", 256, "fp32", 1, 20, 10)
     lines = [
         [
             word.removeprefix("ls_")
-            for word in fairseq_wps.arguments_of(tmp_path, name, "transformer_toy", 256, "fp32", 20)
+            for word in fairseq_wps.arguments_of(tmp_path, replace(run, implementation=implementation))
         ]
-        for name in ("ls_train", "fairseq")
+        for implementation in ("ls_train", "fairseq")
     ]
     assert lines[0] == lines[1]
+
+
+def test_efficiency_compares_with_as_many_single_gpus() -> None:
+    figures = {"words_per_second": 100.0, "time": 10.0, "peak_memory": 1.0}
+    runs = [fairseq_wps.Run("ls_train", "transformer_toy", 256, "fp16", gpus, 20, 10) for gpus in (1, 2)]
+    records = fairseq_wps.all_records(
+        {runs[0]: figures, runs[1]: {**figures, "words_per_second": 190.0}}, with_gpus=True
+    )
+    shares = [(r["case"]["gpus"], r["value"]) for r in records if r["metric"] == "efficiency"]
+    assert shares == [(2, pytest.approx(95.0))]
+
+
+def test_only_the_last_updates_are_measured() -> None:
+    def row(update: int, wps: float) -> str:
+        return json.dumps({"epoch": 1, "wps": str(wps), "ups": "4", "num_updates": str(update)})
+
+    run = fairseq_wps.Run("ls_train", "transformer_toy", 256, "fp16", 1, 40, 20)
+    log = "\n".join([row(10, 1.0), row(20, 2.0), row(30, 50.0), row(40, 60.0), f"{PEAK} {2**30}"])
+    assert fairseq_wps.figures(log, run) == {"words_per_second": 55.0, "time": 250.0, "peak_memory": 1.0}
+    with pytest.raises(RuntimeError, match="nothing was logged after update 20"):
+        fairseq_wps.figures(f"{row(20, 2.0)} {PEAK} 1", run)
+
+
+@needs_fairseq
+@pytest.mark.timeout(400)
+def test_fairseq_wps(tmp_path) -> None:
+    output = tmp_path / "wps.json"
+    flags = "--arch transformer_toy --precision fp32 --max-tokens 256 --sentences 200 --vocabulary 101 --measured 4"
+    names = "--warm-up 2 --implementation ls_train --implementation fairseq_no_cudnn_attention"
+    fairseq_wps.main([*flags.split(), *names.split(), "--data", str(tmp_path / "data"), "--output", str(output)])
+    records = json.loads(output.read_text())
+    assert all(record.keys() == KEYS | WHERE for record in records)
+    assert {(r["implementation"], r["metric"]) for r in records} == {
+        (name, metric)
+        for name in ("ls_train", "fairseq_no_cudnn_attention")
+        for metric in ("words_per_second", "time", "peak_memory")
+    }
+
+
+@needs_fairseq
+def test_a_run_that_fails_or_hangs_does_not_stop_the_others(tmp_path, capsys) -> None:
+    run = fairseq_wps.Run("ls_train", "transformer_toy", 256, "fp32", 1, 20, 10)
+    assert list(fairseq_wps.measured([run], tmp_path, limit=0.2)) == []
+    assert "not ready after" in capsys.readouterr().out
+
+
+def test_appending_replaces_the_records_of_the_same_case_only(tmp_path) -> None:
+    path = tmp_path / "records.json"
+
+    def record(tokens: int, value: float) -> dict:
+        return {"bench": "step", "case": {"tokens": tokens}, "value": value}
+
+    write_records([record(1, 1.0), record(2, 2.0)], path)
+    write_records([record(2, 3.0)], path, append=True)
+    assert [(r["case"]["tokens"], r["value"]) for r in json.loads(path.read_text())] == [(1, 1.0), (2, 3.0)]
+
+
+def test_a_waiting_process_goes_on_when_told_to() -> None:
+    program = "from benchmarks.processes import wait_for_go; wait_for_go(); print('went on')"
+    with Prepared(["-c", program]) as process:
+        process.wait_ready(60)
+        assert "went on" not in process.output
+        process.go()
+        assert "went on" in process.finish(60)
+    with Prepared(["-c", "raise SystemExit('broken')"]) as process, pytest.raises(RuntimeError, match="broken"):
+        process.wait_ready(60)
+
+
+def curve_records(name: str, losses: list[float], bleus: list[float]) -> list[dict]:
+    records = []
+    for seed, (loss, bleu) in enumerate(zip(losses, bleus)):
+        case = {"arch": "a", "max_tokens": 1, "updates": 20, "precision": "fp16", "seed": seed}
+        records += curves_summary.run_records(case, name, [(10, 9.0), (20, loss)], bleu)
+    return records
+
+
+def test_curves_summary_applies_the_rule() -> None:
+    records = curve_records(curves_summary.PEER, [4.0, 4.0], [20.0, 20.0])
+    records += curve_records("ls_train", [4.01, 4.01], [20.4, 20.4])
+    records += curve_records("ls_train_graph", [4.0, 4.2], [20.0, 22.0])
+    figures = {(r["implementation"], r["metric"]): r["value"] for r in curves_summary.summary(records)}
+    assert figures["ls_train", "valid_loss_difference"] == pytest.approx(0.25)
+    assert figures["ls_train", "valid_loss_within"] == 1
+    assert figures["ls_train", "bleu_allowed"] == pytest.approx(0.3)
+    assert figures["ls_train", "bleu_within"] == 0
+    assert figures["ls_train_graph", "valid_loss_allowed"] == pytest.approx(5.0)
+    assert figures["ls_train_graph", "bleu_within"] == 1
+
+
+@needs_fairseq
+@pytest.mark.timeout(600)
+def test_curves(tmp_path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    handbook = Path(__file__).resolve().parent.parent / "examples" / "wmt14" / "data" / "handbook"
+    for split, count in (("train", 200), ("valid", 10), ("test", 10)):
+        for language in ("en", "de"):
+            lines = (handbook / f"{split}.{language}").read_text(encoding="utf-8").splitlines(keepends=True)
+            (corpus / f"{split}.{language}").write_text("".join(lines[:count]), encoding="utf-8")
+    output = tmp_path / "curves.json"
+    flags = (
+        f"--corpus {corpus} --data {tmp_path}/bin --work {tmp_path}/work --pieces 300 --arch transformer_toy "
+        f"--updates 20 --max-tokens 600 --precision fp32 --seeds 1 --jobs 2 --implementation ls_train "
+        f"--implementation {curves_summary.PEER} --output {output}"
+    ).split()
+    curves.main(flags)
+    records = json.loads(output.read_text())
+    assert all(record.keys() == KEYS | WHERE for record in records)
+    figures = {(r["implementation"], r["metric"]): r["value"] for r in records}
+    assert figures["ls_train", "valid_loss_within"] == 1
+    assert 0 <= figures["ls_train", "bleu_mean"] < 100
+    # Without time the records of what is there are written all the same.
+    first = output.read_text()
+    curves.main([*flags, "--time-limit", "0"])
+    assert json.loads(output.read_text()) == json.loads(first)
+    curves.main(["--output", str(output), "--plot", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").stat().st_size > 0
 
 
 def test_readme_is_current() -> None:

@@ -1,0 +1,88 @@
+"""One fairseq run in a process that stops between start-up and the first update until it is told to go on.
+
+``python -m benchmarks.fairseq_process IMPLEMENTATION FLAGS...`` with the flags of fairseq-train. Start-up is importing,
+reading the data, building the model and moving it to its device. At the end the peak memory is printed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.processes import wait_for_go
+
+PEAK = "peak memory of this run, bytes:"
+IMPLEMENTATIONS = ("ls_train", "ls_train_graph", "fairseq_no_cudnn_attention", "fairseq_apex", "fairseq")
+
+
+def is_ours(implementation: str) -> bool:
+    """Return whether ``implementation`` trains with ls_train."""
+    return implementation.startswith("ls_train")
+
+
+def available() -> tuple[str, ...]:
+    """Return the implementations that can run here: fairseq with Apex only where Apex is installed."""
+    has_apex = importlib.util.find_spec("apex") is not None
+    return tuple(name for name in IMPLEMENTATIONS if name != "fairseq_apex" or has_apex)
+
+
+def train(implementation: str, flags: Sequence[str], pause: bool = False) -> None:
+    """Train in this process with the command line ``flags``; with ``pause`` wait before the first update."""
+    if implementation != "fairseq_apex":
+        # fairseq takes whatever of Apex it can import.
+        sys.modules.update({"apex": None, "amp_C": None})  # type: ignore[dict-item]
+    if implementation in ("fairseq_no_cudnn_attention", "fairseq_apex"):
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if is_ours(implementation):
+        importlib.import_module("fairseq_plugin")
+    program = importlib.import_module("fairseq_cli.train")
+    if pause:
+        _pause_before(program)
+    if is_ours(implementation):
+        importlib.import_module("fairseq_plugin.cli").train(flags)
+    else:
+        _keep_bf16_from_meaning_tpu()
+        sys.argv = ["fairseq-train", *flags]
+        program.cli_main()
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train when told to. argv: the implementation and the flags."""
+    train(argv[0], argv[1:], pause=True)
+    print(PEAK, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0, flush=True)
+
+
+def _pause_before(program: Any) -> None:
+    """Make ``fairseq_cli.train`` wait before its first epoch."""
+    train_epoch = program.train
+
+    def wait_and_train(*arguments: Any, **options: Any) -> Any:
+        program.train = train_epoch
+        wait_for_go()
+        return train_epoch(*arguments, **options)
+
+    program.train = wait_and_train
+
+
+def _keep_bf16_from_meaning_tpu() -> None:
+    """Let plain fairseq train with ``--bf16`` on a GPU, which its command line takes for a TPU's."""
+    options = importlib.import_module("fairseq.options")
+    parse = options.parse_args_and_arch
+
+    def parse_without_tpu(*arguments: Any, **named: Any) -> Any:
+        parsed = parse(*arguments, **named)
+        for namespace in parsed if isinstance(parsed, tuple) else (parsed,):
+            if getattr(namespace, "bf16", False):
+                namespace.tpu = False
+        return parsed
+
+    options.parse_args_and_arch = parse_without_tpu
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
