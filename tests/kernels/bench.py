@@ -11,8 +11,11 @@ times faster ours is than each peer. Without a GPU toy sizes run, to see that ev
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import math
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +30,7 @@ from tests.kernels import bench_problems as problems
 from tests.kernels.bench_problems import Buffers, Problem
 
 COLD_BYTES = 256 << 20  # several times the cache of any card
-MAX_SETS = 32
+MAX_SETS = 256
 
 Call = Callable[[], Any]
 
@@ -50,18 +53,19 @@ OPERATORS: dict[str, tuple[Callable[[Buffers, int, int], Problem], Sequence, Seq
         ((1 << 19, 64), (1 << 20, 33), (1 << 17, 256)),
         tuple(((1 << 25) // keys, keys) for keys in (8, 16, 32, 63, 128, 255, 257, 512, 1000, 1024, 2048)),
     ),
-    "embedding": (problems.embedding, ((15000, 1024),), ((4096, 1024), (15000, 512))),
+    "embedding": (problems.embedding, ((15000, 1024),), ((4096, 1024), (15000, 512), (15000, 1001))),
     "cross_entropy": (problems.cross_entropy, ((15000, 40000),), ((4096, 40000), (4096, 32768), (4096, 40001))),
     "attention": (
         problems.attention,
         ((15000, 30), (8192, 128)),
-        tuple((16384, length) for length in (8, 16, 32, 64, 128, 256, 512, 1024)),
+        tuple((16384, length) for length in (8, 16, 31, 32, 63, 64, 127, 128, 256, 500, 512, 1024)),
     ),
     "grad_norm": (problems.grad_norm, ((217_000_000, 0),), ((1_000_000, 0), (20_000_000, 0))),
     "adam": (problems.adam, ((217_000_000, 0),), ((1_000_000, 0), (20_000_000, 0))),
 }
 _TOY = {"attention": (24, 8), "grad_norm": (1000, 0), "adam": (1000, 0), "softmax_dropout": (256, 8)}
-_PEER_PART = {"cross_entropy": {"liger": "step"}}  # parts that a peer's forward is compared with, otherwise "fwd"
+# Liger's forward of the loss makes the gradient too, and its backward does next to nothing.
+_PEER_PARTS = {("cross_entropy", "liger"): ("step",)}
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,24 @@ class Timer:
     device: torch.device
     repeats: int
 
-    def microseconds(self, build: Callable[[], Sequence[Call]]) -> float:
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream of all captures: one, as the allocator keeps free memory for each stream by itself."""
+        return torch.cuda.Stream(self.device)
+
+    def microseconds(self, build: Callable[[], Sequence[Call]], capture: bool = True) -> float:
         """Return the time of one of the calls that ``build`` returns, which run one after another.
 
         On a GPU they are captured on the stream they were built on: autograd runs a backward where its forward ran.
+
+        Args:
+            build: makes the calls.
+            capture: replay a graph; otherwise the calls are launched one by one, which takes longer for small sizes.
         """
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not capture:
             calls = build()
             return records.median_ms(lambda: [call() for call in calls], self.repeats, 1) * 1e3 / len(calls)
-        stream = torch.cuda.Stream()
+        stream = self.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             calls = build()
@@ -87,7 +100,8 @@ class Timer:
                 call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # The outer one: a capture that fails leaves its stream the current one.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=stream):
             for call in calls:
                 call()
         return records.median_ms(graph.replay, self.repeats, 3) * 1e3 / len(calls)
@@ -133,6 +147,17 @@ def _peer_call(function: Callable[..., Any], problem: Problem, part: str) -> Cal
     return _backward(function, problem) if part.endswith("bwd") else _step(function, problem)
 
 
+def _peer_time(timer: Timer, build: Callable[[], Sequence[Call]], name: str) -> float | None:
+    """Return a peer's time, launched one by one where it cannot be captured; None where it does not run at all."""
+    for capture in (True, False):
+        try:
+            return timer.microseconds(build, capture)
+        except RuntimeError as error:
+            how = "in a graph" if capture else "one by one"
+            print(f"peer {name} fails {how}: {str(error).splitlines()[0]}", file=sys.stderr)
+    return None
+
+
 def measure(op: str, dtype: torch.dtype, size: tuple[int, int], timer: Timer, compile_peers: bool) -> list[dict]:
     """Return one record for each part of operator ``op`` at one type and size."""
     builder = OPERATORS[op][0]
@@ -150,13 +175,14 @@ def measure(op: str, dtype: torch.dtype, size: tuple[int, int], timer: Timer, co
         copy = timer.copy(moved)
         ratios, peers = {}, {}
         for name, function in functions.items():
-            if name in first.peers and part not in ("bwd", _PEER_PART.get(op, {}).get(name, "fwd")):
+            if name in first.peers and part not in _PEER_PARTS.get((op, name), ("fwd", "bwd")):
                 continue
             with torch.inference_mode(part == "fwd"):
-                peers[name] = timer.microseconds(
-                    lambda function=function, part=part: [_peer_call(function, problem, part) for problem in sets]
+                spent = _peer_time(
+                    timer, lambda function=function, part=part: [_peer_call(function, p, part) for p in sets], name
                 )
-            ratios[name] = peers[name] / ours
+            if spent is not None:
+                peers[name], ratios[name] = spent, spent / ours
         found.append(
             {
                 "bench": "kernels",
@@ -236,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     types = (torch.float16, torch.bfloat16) if options.quick else (torch.float32, torch.float16, torch.bfloat16)
     found = []
     for op in options.op or OPERATORS:
+        start = time.perf_counter()
         quick, more = OPERATORS[op][1:]
         sizes = quick if options.quick else (*quick, *more)
         for dtype in types:
@@ -245,7 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for record in measure(op, dtype, size, timer, compile_peers):
                     found.append(record)
                     print(_line(record), flush=True)
-    records.write_records(found, options.output)
+        # After every operator: a run that is stopped leaves what it measured.
+        records.write_records(found, options.output)
+        print(f"{op}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     if importlib.util.find_spec("matplotlib") and not options.no_plot:
         plot(found, options.output.with_suffix(".png"))
 

@@ -35,6 +35,29 @@ def test_toy_run_writes_records(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(capsys.readouterr().out.splitlines()) == len(found)
 
 
+def test_a_peer_that_fails_is_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def build() -> list:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    assert bench._peer_time(bench.Timer(torch.device("cpu"), 1), build, "eager") is None
+    message = "peer eager fails {}: operation not permitted when stream is capturing\n"
+    assert capsys.readouterr().err == message.format("in a graph") + message.format("one by one")
+
+
+def test_a_run_that_stops_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(op: str, *arguments: object) -> list[dict]:
+        if op == "adam":
+            raise KeyboardInterrupt
+        return [{"case": {"op": op}}]
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "_line", str)
+    path = tmp_path / "kernels.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["grad_norm", "adam", "--quick", "--no-plot", "--output", str(path)])
+    assert {record["case"]["op"] for record in json.loads(path.read_text())} == {"grad_norm"}
+
+
 def test_unknown_operator_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main(["layernorm"])
