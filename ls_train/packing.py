@@ -45,10 +45,15 @@ class Packing:
         A mask that is on a GPU costs one synchronisation; pass the CPU mask where there is one.
 
         Raises:
-            ValueError: the mask's shape is not (batch, length) or its dtype is not bool.
+            TypeError: the mask is no tensor.
+            ValueError: its shape is not (batch, length), its dtype is not bool or it holds no values.
         """
         if padding_mask is None:
             return Packing.from_lengths(torch.full((batch,), length, dtype=torch.int64), length, device)
+        if not isinstance(padding_mask, Tensor):
+            raise TypeError(f"padding_mask is of type {type(padding_mask).__name__}; pass a bool torch.Tensor or None")
+        if padding_mask.is_meta:
+            raise ValueError("padding_mask is on the device meta, where tensors have no values; pass real tokens")
         if padding_mask.dtype != torch.bool or padding_mask.shape != (batch, length):
             raise ValueError(
                 f"padding_mask must be bool of shape ({batch}, {length}), got {padding_mask.dtype} of shape "

@@ -40,6 +40,7 @@ class LSCrossEntropyLayer(nn.Module):
         """
         return from_preset(CrossEntropyConfig, None, values)
 
+    @modules.check_kinds
     def forward(self, inputs: Tensor, targets: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (loss, nll), both summed over the targets that are not padding; nll is not differentiable.
 

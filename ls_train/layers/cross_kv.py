@@ -110,6 +110,7 @@ def finish_slice(buffer: Tensor, target: Tensor, columns: slice) -> Tensor:
     return buffer
 
 
+@modules.check_kinds
 def cross_kv(memory: Tensor, packing: Packing, layers: Sequence[nn.Module]) -> Tensor:
     """Return the cross-attention keys and values (Ns, L * 2C) of all ``layers``.
 
@@ -122,7 +123,7 @@ def cross_kv(memory: Tensor, packing: Packing, layers: Sequence[nn.Module]) -> T
         TypeError: ``memory`` and the parameters differ in dtype.
         ValueError: they differ in size or device.
     """
-    modules.check_rows("cross_kv", "memory", memory, layers[0].encoder_attn.k_proj.in_features)
+    modules.check_rows("cross_kv", "memory", memory, layers[0].encoder_attn.k_proj.in_features, packing)
     projections = [p for layer in layers for p in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)]
     memory, *parameters = modules.autocast_inputs((memory, *modules.parameters_of(projections)))
     modules.check_types("cross_kv", (memory,), parameters)

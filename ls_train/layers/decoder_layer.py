@@ -231,6 +231,7 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
             config = replace(config, memory_size=memory_dim, cross_attention=cross_attention)
         super().__init__(config, initial_weights, initial_biases, causal=True)
 
+    @modules.check_kinds
     def forward(
         self,
         x: Tensor,
@@ -268,6 +269,7 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
         kv = cross_kv(memory.pack(encoder_out), memory, [self])
         return packing.unpack(self.forward_packed(rows, packing, kv, memory, seed=seed)[0])
 
+    @modules.check_kinds
     def forward_packed(
         self,
         x: Tensor,
@@ -291,7 +293,7 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
             rng_offset: first of the eight dropout constants of this layer; different for each layer of one seed.
         """
         name = type(self).__name__
-        modules.check_rows(name, "x", x, self.embed_dim)
+        modules.check_rows(name, "x", x, self.embed_dim, packing)
         call = self._call(packing, seed, rng_offset)
         if self.encoder_attn is None:
             x, *parameters = modules.autocast_inputs((x, *modules.parameters_of(self._self_modules())))
@@ -300,8 +302,9 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
             return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *parameters), kv
         if kv is None or memory is None:
             raise ValueError(f"{name}: kv and memory are missing; make them with cross_kv(...)")
-        if kv.dim() != 2 or kv.shape[1] < (layer + 1) * 2 * self.embed_dim:
-            raise ValueError(f"{name}: kv of shape {tuple(kv.shape)} has no slice for layer {layer}")
+        rows = memory.positions.shape[0]
+        if kv.dim() != 2 or kv.shape[0] != rows or not 0 < (layer + 1) * 2 * self.embed_dim <= kv.shape[1]:
+            raise ValueError(f"{name}: kv of shape {tuple(kv.shape)} has no slice for layer {layer} of {rows} rows")
         x, kv, *parameters = modules.autocast_inputs((x, kv, *modules.parameters_of(self._cross_modules())))
         modules.check_types(name, (x, kv), parameters)
         call = call._replace(memory_cu=memory.cu_seqlens, memory_max_length=memory.max_length, layer=layer)

@@ -272,6 +272,7 @@ class LSTransformerEmbeddingLayer(nn.Module):
         """
         return from_preset(EmbeddingConfig, None, values)
 
+    @modules.check_kinds
     def forward(self, tokens: Tensor, seed: Tensor | None = None) -> Tensor:
         """Return embeddings (B, T, C), zero where padded.
 
@@ -284,6 +285,7 @@ class LSTransformerEmbeddingLayer(nn.Module):
         packing = Packing.from_padding_mask(tokens.eq(self.padding_idx), *tokens.shape, tokens.device)
         return packing.unpack(self.forward_packed(packing.pack(tokens), packing, seed))
 
+    @modules.check_kinds
     def forward_packed(
         self, tokens: Tensor, packing: Packing, seed: Tensor | None = None, rng_offset: int = 0
     ) -> Tensor:

@@ -210,6 +210,7 @@ class LSTransformerEncoderLayer(nn.Module):
         """
         return from_preset(LayerConfig, model, values)
 
+    @modules.check_kinds
     def forward(self, x: Tensor, padding_mask: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
         """Return the layer's output (B, T, C).
 
@@ -226,6 +227,7 @@ class LSTransformerEncoderLayer(nn.Module):
         packing = Packing.from_padding_mask(padding_mask, x.shape[0], x.shape[1], x.device)
         return packing.unpack(self.forward_packed(packing.pack(x), packing, seed))
 
+    @modules.check_kinds
     def forward_packed(self, x: Tensor, packing: Packing, seed: Tensor | None = None, rng_offset: int = 0) -> Tensor:
         """Return the layer's output (N, C) for packed rows ``x`` (N, C).
 
@@ -236,7 +238,7 @@ class LSTransformerEncoderLayer(nn.Module):
             rng_offset: first of the eight dropout constants of this layer; different for each layer of one seed.
         """
         parameters = modules.parameters_of(self._self_modules())
-        modules.check_rows(type(self).__name__, "x", x, self.embed_dim)
+        modules.check_rows(type(self).__name__, "x", x, self.embed_dim, packing)
         x, *parameters = modules.autocast_inputs((x, *parameters))
         modules.check_types(type(self).__name__, (x,), parameters)
         call = self._call(packing, seed, rng_offset)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ls_train import rng
 from ls_train.flat_order import keep_together
 from ls_train.layers.config import LayerConfig
+from ls_train.ops._arguments import check_kinds as check_kinds  # for the layers
+from ls_train.packing import Packing
 
 # Name of a field of LayerConfig in torch-style constructors
 _ARGUMENTS = {
@@ -88,7 +90,7 @@ def fill(parameters: Sequence[Tensor], values: Sequence[Tensor | None] | None, n
 def autocast_inputs(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return floating-point ``tensors`` in autocast's type where autocast is on, else as they are."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return [tensor.to(dtype) for tensor in tensors]
@@ -119,10 +121,24 @@ def check_types(name: str, tensors: Sequence[Tensor], parameters: Sequence[Tenso
 
 
 def dropout_seed(seed: Tensor | None, probabilities: Sequence[float], like: Tensor) -> Tensor | None:
-    """Return ``seed``, a fresh one where it is None and some dropout is on, or None without dropout."""
+    """Return ``seed``, a fresh one where it is None and some dropout is on, or None without dropout.
+
+    Raises:
+        TypeError: the seed is not int64.
+        ValueError: its shape is not (1,) or it is on another device than ``like``.
+    """
     if not any(probabilities):
         return None
-    return rng.draw_seed(like.device) if seed is None else seed
+    if seed is None:
+        return rng.draw_seed(like.device)
+    if seed.dtype != torch.int64:
+        raise TypeError(f"seed has dtype {seed.dtype}; pass one from ls_train.rng.draw_seed(device), which is int64")
+    if seed.shape != (1,) or seed.device != like.device:
+        raise ValueError(
+            f"seed has shape {tuple(seed.shape)} on {seed.device}; it needs shape (1,) on {like.device}, see "
+            "ls_train.rng.draw_seed(device)"
+        )
+    return seed
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -182,10 +198,14 @@ def check_batch(name: str, x: Tensor, embed_dim: int) -> None:
         raise ValueError(f"{name} must have shape (batch, length, {embed_dim}), got {tuple(x.shape)}")
 
 
-def check_rows(layer: str, name: str, x: Tensor, embed_dim: int) -> None:
-    """Raise a ValueError unless ``x`` has shape (N, ``embed_dim``)."""
-    if x.dim() != 2 or x.shape[1] != embed_dim:
-        raise ValueError(f"{layer}: packed {name} must have shape (rows, {embed_dim}), got {tuple(x.shape)}")
+def check_rows(layer: str, name: str, x: Tensor, embed_dim: int, packing: Packing) -> None:
+    """Raise a ValueError unless ``x`` has shape (N, ``embed_dim``) with the N rows of ``packing``."""
+    rows = packing.positions.shape[0]
+    if x.shape != (rows, embed_dim):
+        raise ValueError(
+            f"{layer}: packed {name} must have shape (rows, {embed_dim}) with the {rows} rows of the packing, got "
+            f"{tuple(x.shape)}"
+        )
 
 
 def parameters_of(layers: Iterable[nn.Module]) -> tuple[Tensor, ...]:

@@ -68,6 +68,7 @@ class _Stack(nn.Module):
             return self.max_length
         return min(self.max_length, self.embed_positions.max_positions)
 
+    @modules.check_kinds
     def pack(self, tokens: Tensor) -> tuple[Tensor, Packing]:
         """Return the real tokens (N,) of ``tokens`` int64 (B, T) and their packing; a GPU tensor costs one wait.
 
@@ -142,11 +143,13 @@ class LSTransformerEncoder(_Stack):
         self.layers = nn.ModuleList(LSTransformerEncoderLayer(layer) for _ in range(config.num_encoder_layer))
         self.layer_norm = nn.LayerNorm(layer.hidden_size, layer.layer_norm_eps) if layer.pre_layer_norm else None
 
+    @modules.check_kinds
     def forward(self, tokens: Tensor, seed: Tensor | None = None) -> Tensor:
         """Return the encoder's output (B, S, C), zero where padded, for ``tokens`` int64 (B, S)."""
         rows, packing = self.pack(tokens)
         return packing.unpack(self.forward_packed(rows, packing, seed))
 
+    @modules.check_kinds
     def forward_packed(
         self, tokens: Tensor, packing: Packing, seed: Tensor | None = None, states: list[Tensor] | None = None
     ) -> Tensor:
@@ -203,6 +206,7 @@ class LSTransformerDecoder(_Stack):
     def _keep_together(self) -> None:
         modules.keep_cross_kv_together(layer for layer in self.layers if layer.encoder_attn is not None)
 
+    @modules.check_kinds
     def forward(
         self,
         tokens: Tensor,
@@ -225,6 +229,7 @@ class LSTransformerDecoder(_Stack):
             memory = source.pack(memory)
         return self.output_layer(packing.unpack(self.forward_packed(rows, packing, memory, source, seed)))
 
+    @modules.check_kinds
     def forward_packed(
         self,
         tokens: Tensor,
@@ -258,10 +263,12 @@ class LSTransformerDecoder(_Stack):
                 states.append(x)
         return x if self.layer_norm is None else layer_norm(self.layer_norm, x, packing.rows)
 
+    @modules.check_kinds
     def output_layer(self, features: Tensor) -> Tensor:
         """Return logits (..., V) of ``features`` (..., C)."""
         return F.linear(features, self.output_projection.weight)
 
+    @modules.check_kinds
     def start(self, batch: int, memory: Tensor | None = None, memory_packing: Packing | None = None) -> DecodingState:
         """Return the state before the first token of ``batch`` hypotheses.
 
@@ -272,6 +279,7 @@ class LSTransformerDecoder(_Stack):
         """
         return DecodingState(list(self.layers), batch, memory, memory_packing)
 
+    @modules.check_kinds
     def step(
         self, tokens: Tensor, state: DecodingState, alignment_layer: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -329,6 +337,7 @@ class LSTransformer(nn.Module):
         """
         return from_preset(TransformerConfig, model, values)
 
+    @modules.check_kinds
     def forward(self, source: Tensor, target: Tensor, seed: Tensor | None = None) -> Tensor:
         """Return logits (B, T, V), those of a zero vector where the target is padded.
 
@@ -340,6 +349,7 @@ class LSTransformer(nn.Module):
         features, packing = self.features(source, target, seed)
         return self.decoder.output_layer(packing.unpack(features))
 
+    @modules.check_kinds
     def features(self, source: Tensor, target: Tensor, seed: Tensor | None = None) -> tuple[Tensor, Packing]:
         """Return the decoder's packed features (N, C), for a criterion with projection, and the target's packing."""
         if source.shape[0] != target.shape[0]:

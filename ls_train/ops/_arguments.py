@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
 from ls_train import rng
+from ls_train.packing import Packing
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ROW_BLOCKS = 264
@@ -15,6 +27,59 @@ ROW_BLOCKS = 264
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type of statistics and internal arithmetic for activations of type ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# What an argument with this annotation may be, and how a message calls it.
+_KINDS: dict[Any, tuple[type, str]] = {
+    Tensor: (Tensor, "a torch.Tensor"),
+    Packing: (Packing, "a Packing"),
+    float: (numbers.Real, "a number"),
+    int: (numbers.Integral, "an integer"),
+    str: (str, "a string"),
+    types.NoneType: (types.NoneType, "None"),
+}
+
+
+def check_kinds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return ``function`` with a check that its arguments are what their annotations say, before it looks at them.
+
+    Tensors, packings, numbers, strings and None are told apart; other annotations are not looked at. The wrong kind
+    raises a TypeError that names function, argument and value. Code that ``torch.compile`` traces is not checked.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if not torch.compiler.is_compiling():
+            for index, name, kinds in _expected(function):
+                if index < len(args):
+                    value = args[index]
+                elif name in kwargs:
+                    value = kwargs[name]
+                else:
+                    continue
+                if not isinstance(value, kinds):
+                    raise TypeError(f"ls_train.{function.__qualname__}: argument {name} {_mismatch(value, kinds)}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@functools.cache
+def _expected(function: Callable[..., Any]) -> tuple[tuple[int, str, tuple[type, ...]], ...]:
+    """Return position, name and permitted types of the arguments of ``function`` whose annotations can be checked."""
+    hints = typing.get_type_hints(function)
+    found = []
+    for index, name in enumerate(inspect.signature(function).parameters):
+        hint = hints.get(name)
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if all(kind in _KINDS for kind in kinds):
+            found.append((index, name, tuple(_KINDS[kind][0] for kind in kinds)))
+    return tuple(found)
+
+
+def _mismatch(value: Any, kinds: tuple[type, ...]) -> str:
+    what = "is None" if value is None else f"= {value!r:.60} is of type {type(value).__name__}"
+    return f"{what}; pass {' or '.join(text for kind, text in _KINDS.values() if kind in kinds)}"
 
 
 class Arguments:

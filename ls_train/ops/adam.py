@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ls_train._library import define, reference
-from ls_train.ops._arguments import Arguments
+from ls_train.ops._arguments import Arguments, check_kinds
 
 define(
     "adam_prepare",
@@ -135,6 +135,7 @@ def _runs(
         first = slot
 
 
+@check_kinds
 def adam_prepare(
     segment_step: Tensor,
     update: Tensor,
@@ -167,6 +168,7 @@ def adam_prepare(
     torch.ops.ls_train.adam_prepare(segment_step, update, grad_scale, active, norm, found_inf, multiplier, max_norm)
 
 
+@check_kinds
 def adam(
     param: Tensor,
     master: Tensor | None,

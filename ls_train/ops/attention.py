@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train import rng
 from ls_train._library import define, reference
-from ls_train.ops._arguments import Arguments, statistics_dtype
+from ls_train.ops._arguments import Arguments, check_kinds, statistics_dtype
 from ls_train.ops._reference import store, wide
 
 define(
@@ -184,6 +184,7 @@ def _backward(
     store(dk, keys.rows(torch.bmm(dscores.transpose(1, 2), q_block)))
 
 
+@check_kinds
 def attention(
     q: Tensor,
     k: Tensor,

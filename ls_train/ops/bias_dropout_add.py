@@ -8,7 +8,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train import rng
 from ls_train._library import define, reference
-from ls_train.ops._arguments import ROW_BLOCKS, Arguments
+from ls_train.ops._arguments import ROW_BLOCKS, Arguments, check_kinds
 from ls_train.ops._reference import drop, store, store_gradient, used_rows, wide
 
 define(
@@ -75,6 +75,7 @@ def _backward(
     store_gradient(dbias, grad.sum(0), accumulate)
 
 
+@check_kinds
 def bias_dropout_add(
     x: Tensor,
     bias: Tensor | None,

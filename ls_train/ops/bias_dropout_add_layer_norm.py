@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train import rng
 from ls_train._library import define, reference
-from ls_train.ops._arguments import ROW_BLOCKS, Arguments, statistics_dtype
+from ls_train.ops._arguments import ROW_BLOCKS, Arguments, check_kinds, statistics_dtype
 from ls_train.ops._reference import drop, store, store_gradient, used_rows
 from ls_train.ops.bias_dropout_add import add_dropped
 from ls_train.ops.layer_norm import normalize, normalize_backward
@@ -109,6 +109,7 @@ def _backward(
     store_gradient(dnorm_bias, grad_norm_bias, accumulate)
 
 
+@check_kinds
 def bias_dropout_add_layer_norm(
     x: Tensor,
     bias: Tensor | None,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train._library import define, reference
-from ls_train.ops._arguments import Arguments, statistics_dtype
+from ls_train.ops._arguments import Arguments, check_kinds, statistics_dtype
 from ls_train.ops._reference import store, used_rows, wide
 
 define(
@@ -144,6 +144,7 @@ def _store_gradient(
     out[logits.shape[0] :].zero_()
 
 
+@check_kinds
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train._library import define, reference
-from ls_train.ops._arguments import Arguments
+from ls_train.ops._arguments import Arguments, check_kinds
 from ls_train.ops._reference import drop, store, used_rows
 
 define("dropout_fwd", "(Tensor(a!) y, Tensor x, Tensor seed, Tensor? rows, float p, int offset) -> ()")
@@ -22,13 +22,14 @@ def _forward(y: Tensor, x: Tensor, seed: Tensor, rows: Tensor | None, p: float, 
     store(y, drop(x[: used_rows(rows, x.shape[0])], seed, offset, p))
 
 
-def dropout(x: Tensor, p: float, seed: Tensor, offset: int = 0, rows: Tensor | None = None) -> Tensor:
+@check_kinds
+def dropout(x: Tensor, p: float, seed: Tensor | None, offset: int = 0, rows: Tensor | None = None) -> Tensor:
     """Return ``x`` with elements dropped with probability ``p`` and the others scaled by the inverse keep rate.
 
     Args:
         x: (N, C), contiguous.
         p: dropout probability.
-        seed: int64 (1,) on the device.
+        seed: int64 (1,) on the device, needed when p > 0.
         offset: constant of the dropout site, 0 to 2**32 - 1.
         rows: int32 (1,) on the device, number of used rows; the result is zero in the others. None: all.
 

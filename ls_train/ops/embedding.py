@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train._library import define, reference
-from ls_train.ops._arguments import Arguments
+from ls_train.ops._arguments import Arguments, check_kinds
 from ls_train.ops._reference import drop, store, store_gradient, used_rows, wide
 
 define(
@@ -81,6 +81,7 @@ def _backward(
         store_gradient(dweight, total, accumulate)
 
 
+@check_kinds
 def embedding(
     tokens: Tensor,
     positions: Tensor,

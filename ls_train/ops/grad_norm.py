@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ls_train._library import define, reference
-from ls_train.ops._arguments import Arguments
+from ls_train.ops._arguments import Arguments, check_kinds
 
 define(
     "grad_norm",
@@ -43,6 +43,7 @@ def _grad_norm(
     found_inf.fill_(0.0 if finite else 1.0)
 
 
+@check_kinds
 def grad_norm(grad: Tensor, segments: Tensor, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (norm, found_inf), both float32 (1,): the L2 norm of ``grad`` and 1 if an element is not finite, else 0.
 

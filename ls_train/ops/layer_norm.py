@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train._library import define, reference
-from ls_train.ops._arguments import ROW_BLOCKS, Arguments
+from ls_train.ops._arguments import ROW_BLOCKS, Arguments, check_kinds
 from ls_train.ops._reference import store, store_gradient, used_rows, wide
 
 define(
@@ -89,6 +89,7 @@ def _backward(
     store_gradient(dbias, grad_bias, accumulate)
 
 
+@check_kinds
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, rows: Tensor | None = None) -> Tensor:
     """Return the layer normalisation of ``x``.
 
@@ -106,6 +107,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, rows:
     return layer_norm_residual(x, weight, bias, eps, rows)[0]
 
 
+@check_kinds
 def layer_norm_residual(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

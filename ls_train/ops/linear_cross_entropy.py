@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from ls_train.ops._arguments import Arguments, statistics_dtype
+from ls_train.ops._arguments import Arguments, check_kinds, statistics_dtype
 from ls_train.ops.cross_entropy import CrossEntropy, check_label_smoothing
 from ls_train.params import grad_slot
 
@@ -21,6 +21,7 @@ _MANY_ROWS, _MANY_PARTS = 8192, 8  # an eighth of so many rows still fills the G
 _FLOAT16_GRAD_SCALE = 32.0
 
 
+@check_kinds
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

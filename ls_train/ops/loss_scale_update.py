@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ls_train._library import define, reference
-from ls_train.ops._arguments import Arguments
+from ls_train.ops._arguments import Arguments, check_kinds
 
 define(
     "loss_scale_update",
@@ -60,6 +60,7 @@ def _update(
     counters.copy_(torch.tensor([iteration + 1, last_overflow, last_rescale, overflows]))
 
 
+@check_kinds
 def loss_scale_update(
     scale: Tensor,
     counters: Tensor,

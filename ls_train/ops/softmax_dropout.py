@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train import rng
 from ls_train._library import define, reference
-from ls_train.ops._arguments import Arguments
+from ls_train.ops._arguments import Arguments, check_kinds
 from ls_train.ops._reference import drop, wide
 
 define(
@@ -71,6 +71,7 @@ def _backward(dx: Tensor, dy: Tensor, probs: Tensor, seed: Tensor | None, p: flo
     dx.copy_((grad - value * grad.sum(-1, keepdim=True)).view(dx.shape))
 
 
+@check_kinds
 def softmax_dropout(
     x: Tensor,
     key_padding_mask: Tensor | None = None,
