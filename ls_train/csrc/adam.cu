@@ -4,9 +4,11 @@
 //   Grid n / 16384, block 256: every block an equal range of elements, gone over slot by slot; short ranges keep the
 //   pages of the seven streams that are open at a time together. Reads
 //   grad once, reads and writes param or its float master, exp_avg and exp_avg_sq once, writes the 16-bit param once:
-//   28 bytes a parameter, with 16-bit param and grad as with float ones.
+//   28 bytes a parameter, with 16-bit param and grad as with float ones. With 16-bit remainders instead of the masters
+//   24 bytes: param and remainder are read and written.
 // adam_prepare_kernel
 //   One block; 16 * S bytes.
+#include "compact_master.cuh"
 #include "ops.h"
 #include "segments.cuh"
 
@@ -20,7 +22,8 @@ constexpr int64_t kBlockElements = 16 * 1024;
 template <class T>
 struct Adam {
   T* param;
-  float* master;  // null when T is float
+  float* master;       // null when T is float, and with remainders
+  int16_t* remainder;  // null with masters
   float* exp_avg;
   float* exp_avg_sq;
   const T* grad;
@@ -97,14 +100,22 @@ __device__ __forceinline__ void store_state(float* p, const float (&x)[kWidth]) 
   }
 }
 
-template <int kWidth, class T>
+// Where the float32 form of the parameters is.
+enum class Master { kParam, kFloat, kRemainder };
+
+template <int kWidth, Master kMaster, class T>
 __device__ __forceinline__ void update_pack(const Adam<T>& a, const SlotStep& s, float scale, int64_t at) {
   const Pack<T, kWidth> grads = load_streaming<kWidth>(a.grad + at);
   float p[kWidth], m[kWidth], v[kWidth];
-  if constexpr (sizeof(T) == 4) {
+  if constexpr (kMaster == Master::kParam) {
     load_state(a.param + at, p);
-  } else {
+  } else if constexpr (kMaster == Master::kFloat) {
     load_state(a.master + at, p);
+  } else {
+    const Pack<T, kWidth> params = load_streaming<kWidth>(a.param + at);
+    const Pack<int16_t, kWidth> remainders = load_streaming<kWidth>(a.remainder + at);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) p[i] = join_master(params.v[i], remainders.v[i]);
   }
   load_state(a.exp_avg + at, m);
   load_state(a.exp_avg_sq + at, v);
@@ -112,11 +123,20 @@ __device__ __forceinline__ void update_pack(const Adam<T>& a, const SlotStep& s,
   for (int i = 0; i < kWidth; ++i) update_element(s, to_float(grads.v[i]) * scale, p[i], m[i], v[i]);
   store_state(a.exp_avg + at, m);
   store_state(a.exp_avg_sq + at, v);
-  if constexpr (sizeof(T) == 2) store_state(a.master + at, p);
-  store(a.param + at, pack_floats<T>(p));
+  if constexpr (kMaster == Master::kRemainder) {
+    Pack<T, kWidth> params;
+    Pack<int16_t, kWidth> remainders;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) split_master(p[i], params.v[i], remainders.v[i]);
+    store_streaming(a.remainder + at, remainders);
+    store(a.param + at, params);
+  } else {
+    if constexpr (kMaster == Master::kFloat) store_state(a.master + at, p);
+    store(a.param + at, pack_floats<T>(p));
+  }
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, Master kMaster>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) adam_kernel(const Adam<T> a) {
   __shared__ SlotStep shared_step;
   if (a.found_inf != nullptr && *a.found_inf > 0.f) return;
@@ -132,8 +152,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) adam_kerne
       __syncthreads();
       const SlotStep s = shared_step;
       for_range<kWidth, 1>(
-          first, end, [&](int64_t at) { update_pack<kWidth>(a, s, scale, at); },
-          [&](int64_t at) { update_pack<1>(a, s, scale, at); });
+          first, end, [&](int64_t at) { update_pack<kWidth, kMaster>(a, s, scale, at); },
+          [&](int64_t at) { update_pack<1, kMaster>(a, s, scale, at); });
     }
     first = end;
   }
@@ -175,13 +195,15 @@ cudaError_t adam_prepare(const TensorRef& segment_step, const TensorRef& update,
 cudaError_t adam(const TensorRef& param, const TensorRef& master, const TensorRef& exp_avg, const TensorRef& exp_avg_sq,
                  const TensorRef& grad, const TensorRef& segments, const TensorRef& segment_group,
                  const TensorRef& segment_step, const TensorRef& active, const TensorRef& hyper,
-                 const TensorRef& update, const TensorRef& grad_scale, const TensorRef& found_inf, bool decoupled_decay,
-                 bool bias_correction, bool eps_after_correction, cudaStream_t stream) {
+                 const TensorRef& update, const TensorRef& grad_scale, const TensorRef& found_inf,
+                 const TensorRef& remainder, bool decoupled_decay, bool bias_correction, bool eps_after_correction,
+                 cudaStream_t stream) {
   return dispatch_type(param.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     Adam<T> a;
     a.param = param.as<T>();
     a.master = master.as<float>();
+    a.remainder = remainder.as<int16_t>();
     a.exp_avg = exp_avg.as<float>();
     a.exp_avg_sq = exp_avg_sq.as<float>();
     a.grad = grad.as<T>();
@@ -204,9 +226,21 @@ cudaError_t adam(const TensorRef& param, const TensorRef& master, const TensorRe
       kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(a);
       return cudaGetLastError();
     };
-    const bool aligned = aligned16(a.param) && aligned16(a.master) && aligned16(a.exp_avg) && aligned16(a.exp_avg_sq) &&
-                         aligned16(a.grad);
-    return aligned ? launch(adam_kernel<T, kPackWidth<T>>) : launch(adam_kernel<T, 1>);
+    const bool aligned = aligned16(a.param) && aligned16(a.master) && aligned16(a.remainder) && aligned16(a.exp_avg) &&
+                         aligned16(a.exp_avg_sq) && aligned16(a.grad);
+    const auto launch_form = [&](auto form) {
+      constexpr Master kMaster = decltype(form)::value;
+      // Half a pack of 16-bit numbers, a whole one of floats: joining and splitting masters takes registers.
+      constexpr int kWidth = kMaster == Master::kRemainder ? kPackWidth<float> : kPackWidth<T>;
+      return aligned ? launch(adam_kernel<T, kWidth, kMaster>) : launch(adam_kernel<T, 1, kMaster>);
+    };
+    if constexpr (sizeof(T) == 4) {
+      return launch_form(std::integral_constant<Master, Master::kParam>());
+    } else if (a.remainder == nullptr) {
+      return launch_form(std::integral_constant<Master, Master::kFloat>());
+    } else {
+      return launch_form(std::integral_constant<Master, Master::kRemainder>());
+    }
   });
 }
 

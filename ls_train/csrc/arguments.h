@@ -10,7 +10,8 @@
 
 namespace ls_train {
 
-enum class Type : char { kFloating, kFloat32, kFloat64, kInt64, kInt32, kUInt8, kBool };  // kFloating: one a call
+// kFloating: one type a call
+enum class Type : char { kFloating, kFloat32, kFloat64, kInt64, kInt32, kInt16, kUInt8, kBool };
 
 // shape has one character a dimension: a capital letter stands for one size throughout a call, "+" after it for one
 // more, a digit for itself, "*" for anything.
@@ -49,7 +50,8 @@ struct Sizes {
 }
 
 inline const char* type_name(DType type) {
-  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"};
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64", "int64",
+                                    "int32",   "int16",   "uint8",    "bool"};
   return kNames[static_cast<int>(type)];
 }
 

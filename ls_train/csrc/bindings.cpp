@@ -28,11 +28,12 @@ namespace {
 using torch::stable::Tensor;
 
 DType data_type(const char* op, const char* name, const Tensor& tensor) {
-  static const std::array<std::pair<int32_t, DType>, 8> kTypes = {{{aoti_torch_dtype_float16(), DType::kFloat16},
+  static const std::array<std::pair<int32_t, DType>, 9> kTypes = {{{aoti_torch_dtype_float16(), DType::kFloat16},
                                                                    {aoti_torch_dtype_bfloat16(), DType::kBFloat16},
                                                                    {aoti_torch_dtype_float32(), DType::kFloat32},
                                                                    {aoti_torch_dtype_int64(), DType::kInt64},
                                                                    {aoti_torch_dtype_int32(), DType::kInt32},
+                                                                   {aoti_torch_dtype_int16(), DType::kInt16},
                                                                    {aoti_torch_dtype_uint8(), DType::kUInt8},
                                                                    {aoti_torch_dtype_bool(), DType::kBool},
                                                                    {aoti_torch_dtype_float64(), DType::kFloat64}}};
@@ -100,7 +101,7 @@ struct Call {
 
   void check_type(const Argument& argument, DType type) {
     constexpr DType kPlain[] = {DType::kFloat32, DType::kFloat32, DType::kFloat64, DType::kInt64,
-                                DType::kInt32,   DType::kUInt8,   DType::kBool};
+                                DType::kInt32,   DType::kInt16,   DType::kUInt8,   DType::kBool};
     DType expected = kPlain[static_cast<int>(argument.type)];
     if (argument.type == Type::kFloating) {
       if (!floating.has_value()) {
@@ -591,11 +592,16 @@ struct Adam {
                                            {"hyper", Type::kFloat64, "G6"},
                                            int64("update", "2"),
                                            optional(float32("grad_scale", "1")),
-                                           optional(float32("found_inf", "1"))};
+                                           optional(float32("found_inf", "1")),
+                                           optional({"remainder", Type::kInt16, "E"})};
 
   template <class Named, class... Arguments>
   static void check(const Call& call, const Named& t, const Arguments&...) {
-    call.require(t["master"] || call.floating == DType::kFloat32, "master", "with 16-bit parameters");
+    const bool wide = call.floating == DType::kFloat32;
+    call.require(wide || t["master"] || t["remainder"], "master", "with 16-bit parameters");
+    if (t["remainder"] && (wide || t["master"])) {
+      fail_argument(call.op, "remainder", "must be None with float32 parameters and with a master");
+    }
   }
 };
 

@@ -5,7 +5,7 @@
 
 namespace ls_train {
 
-enum class DType : int8_t { kFloat32, kFloat16, kBFloat16, kFloat64, kInt64, kInt32, kUInt8, kBool };
+enum class DType : int8_t { kFloat32, kFloat16, kBFloat16, kFloat64, kInt64, kInt32, kInt16, kUInt8, kBool };
 
 enum class Activation : int8_t { kRelu, kGelu, kGeluTanh, kSwish };
 

@@ -9,6 +9,9 @@ With g the unscaled and clipped gradient, t the slot's step, m and v the moments
 Everything that changes from step to step is read from device memory, so that a captured graph can be replayed.
 ``adam_prepare`` advances the step counters and works out the gradient's factor, ``adam`` updates. Both do nothing after
 an overflow (``found_inf`` > 0), and slots that are not active keep their bits.
+
+A 16-bit ``param`` comes with a float32 ``master``, whose rounded copy it is, or with a ``remainder``, which makes it
+the compact form of that master (:mod:`ls_train.compact_master`): 24 bytes read and written a parameter, not 28.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ls_train._library import define, reference
+from ls_train.compact_master import join_master, split_master
 from ls_train.ops._arguments import Arguments, check_kinds
 
 define(
@@ -31,7 +35,8 @@ define(
     "adam",
     "(Tensor(a!) param, Tensor(b!)? master, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor grad, Tensor segments,"
     " Tensor segment_group, Tensor segment_step, Tensor? active, Tensor hyper, Tensor update, Tensor? grad_scale,"
-    " Tensor? found_inf, bool decoupled_decay, bool bias_correction, bool eps_after_correction) -> ()",
+    " Tensor? found_inf, Tensor(e!)? remainder, bool decoupled_decay, bool bias_correction,"
+    " bool eps_after_correction) -> ()",
 )
 
 HYPER_COLUMNS = ("beta1", "beta2", "eps", "weight_decay", "lr", "next_lr")
@@ -74,6 +79,7 @@ def _adam(
     update: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    remainder: Tensor | None,
     decoupled_decay: bool,
     bias_correction: bool,
     eps_after_correction: bool,
@@ -92,17 +98,21 @@ def _adam(
         update,
         grad_scale,
         found_inf,
+        remainder,
     )
     if found_inf is not None and float(found_inf) > 0:
         return
     later = int(update[0]) > int(update[1])
     factor = 1.0 if grad_scale is None else float(grad_scale)
-    target = param if master is None else master
     for start, end, group, step in _runs(segments, segment_group, segment_step, active):
         beta1, beta2, eps, weight_decay, lr, next_lr = hyper[group].tolist()
         lr = next_lr if later else lr
         correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-        p, m, v = (t[start:end] for t in (target, exp_avg, exp_avg_sq))
+        m, v = exp_avg[start:end], exp_avg_sq[start:end]
+        if remainder is None:
+            p = (param if master is None else master)[start:end]
+        else:
+            p = join_master(param[start:end], remainder[start:end])
         g = grad[start:end].to(m.dtype) * factor
         if decoupled_decay:
             p.sub_(p, alpha=lr * weight_decay)
@@ -115,7 +125,10 @@ def _adam(
             p.addcdiv_(m, v.sqrt().div_(root).add_(eps), value=-lr / correction1)
         else:
             p.addcdiv_(m, v.sqrt().add_(eps), value=-lr * root / correction1)
-        if master is not None:
+        if remainder is not None:
+            for target, part in zip((param, remainder), split_master(p, param.dtype), strict=True):
+                target[start:end].copy_(part)
+        elif master is not None:
             param[start:end].copy_(p)
 
 
@@ -183,6 +196,7 @@ def adam(
     update: Tensor,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    remainder: Tensor | None = None,
     decoupled_decay: bool = True,
     bias_correction: bool = True,
     eps_after_correction: bool = False,
@@ -191,7 +205,8 @@ def adam(
 
     Args:
         param: (n,), contiguous, changed.
-        master: float32 (n,), changed, when ``param`` has 16 bits (param is its rounded copy); None otherwise.
+        master: float32 (n,), changed, when ``param`` has 16 bits (param is its rounded copy) and there is no
+            ``remainder``; None otherwise.
         exp_avg: (n,), float32 (float64 for float64), changed: first moment.
         exp_avg_sq: (n,), float32 (float64 for float64), changed: second moment.
         grad: (n,), same dtype as ``param``.
@@ -203,6 +218,7 @@ def adam(
         update: int64 (2,), see :func:`adam_prepare`.
         grad_scale: float32 (1,), factor of the gradient, or None for 1.
         found_inf: float32 (1,); nothing changes when it is > 0.
+        remainder: int16 (n,), changed: with a 16-bit ``param``, instead of ``master``.
         decoupled_decay: weight decay apart from the gradient (AdamW) instead of in it.
         bias_correction: correct the moments' bias.
         eps_after_correction: add eps to the corrected root (torch.optim) instead of the plain one (fairseq).
@@ -212,8 +228,9 @@ def adam(
         ValueError: a shape, device or memory layout does not fit.
     """
     tensors = (param, master, exp_avg, exp_avg_sq, grad, segments, segment_group, segment_step, active, hyper, update)
-    _check_adam(*tensors, grad_scale, found_inf)
-    torch.ops.ls_train.adam(*tensors, grad_scale, found_inf, decoupled_decay, bias_correction, eps_after_correction)
+    tensors += (grad_scale, found_inf, remainder)
+    _check_adam(*tensors)
+    torch.ops.ls_train.adam(*tensors, decoupled_decay, bias_correction, eps_after_correction)
 
 
 def _check_prepare(
@@ -251,11 +268,19 @@ def _check_adam(
     update: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    remainder: Tensor | None,
 ) -> None:
     arguments = Arguments("adam", "param", param, 1)
-    if (master is not None) != (param.element_size() == 2):
+    wide = param.element_size() > 2
+    if remainder is not None and (wide or master is not None):
+        reason = f"param of dtype {param.dtype}" if wide else "a master"
+        arguments.fail(
+            ValueError, "remainder", f"must be None with {reason}; it stands in for the master of 16-bit ones"
+        )
+    if wide == (master is not None) and remainder is None:
         state = "is missing with" if master is None else "must be None with"
         arguments.fail(ValueError, "master", f"{state} param of dtype {param.dtype}; it is the copy of 16-bit ones")
+    arguments.tensor("remainder", remainder, param.shape, torch.int16)
     arguments.tensor("master", master, param.shape, torch.float32)
     arguments.tensor("grad", grad, param.shape)
     arguments.tensor("exp_avg", exp_avg, param.shape, arguments.statistics)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_train.optim.moments import AdamForm, Moments, check_state
+from ls_train.optim.moments import AdamForm, Moments, check_state, saved_state
 from ls_train.optim.options import NOT_SUPPORTED, DeviceOptions, check_group, inverse, on_device
 from ls_train.params import FlatBuffer, FlatParameters
 
@@ -45,6 +45,7 @@ class FusedAdam(torch.optim.Optimizer):
         bias_correction: bool = True,
         eps_after_correction: bool = True,
         flatten: bool = True,
+        compact_master: bool = False,
     ) -> None:
         """Build over ``params``: parameters, (name, parameter) pairs or group dicts with their own options.
 
@@ -58,12 +59,17 @@ class FusedAdam(torch.optim.Optimizer):
             bias_correction: see :class:`AdamForm`.
             eps_after_correction: torch's form (default) or fairseq's, see :class:`AdamForm`.
             flatten: False leaves every parameter where it is and updates tensor by tensor.
+            compact_master: keep the master of 16-bit parameters in 16 bits more instead of in 32 of its own
+                (:mod:`ls_train.compact_master`): 2 bytes a parameter less to store, 4 less to read and write. Exact
+                with bfloat16, whose ties then round away from zero; float16 weights below 2^-16 keep a resolution of
+                2^-39. A parameter that something else writes keeps its remainder, less than half its last place.
 
         Raises:
             ValueError: an option is out of range, or a parameter is not a dense floating-point leaf tensor.
         """
         self.form = AdamForm(decoupled_weight_decay, bias_correction, eps_after_correction)
         self._flatten = flatten
+        self._compact_master = compact_master
         self._reset()
         self._built = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -142,7 +148,7 @@ class FusedAdam(torch.optim.Optimizer):
         steps = self._host_steps()
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
         for key, state in result["state"].items():
-            result["state"][key] = {**state, "step": steps[id(params[key])]}
+            result["state"][key] = saved_state(params[key], state, steps[id(params[key])])
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -183,8 +189,9 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         steps = self._host_steps()
-        state = {param: {**values, "step": steps[id(param)]} for param, values in self.state.items()}
-        return {**super().__getstate__(), "state": state, "form": self.form, "_flatten": self._flatten}
+        state = {param: saved_state(param, values, steps[id(param)]) for param, values in self.state.items()}
+        own = {"form": self.form, "_flatten": self._flatten, "_compact_master": self._compact_master}
+        return {**super().__getstate__(), "state": state, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -338,7 +345,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _moments_of(self, buffer: FlatBuffer) -> Moments:
         if id(buffer) not in self._moments:
-            self._moments[id(buffer)] = Moments(buffer, [self._group_of[id(param)] for param in buffer.params])
+            groups = [self._group_of[id(param)] for param in buffer.params]
+            self._moments[id(buffer)] = Moments(buffer, groups, self._compact_master)
         return self._moments[id(buffer)]
 
     def _split(self) -> None:
@@ -365,7 +373,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _wide_parameters(self, buffer: FlatBuffer) -> dict[int, Tensor]:
         """Return each parameter of ``buffer`` as it was there, in the widest form there is."""
         moments = self._moments.get(id(buffer))
-        flat = buffer.data if moments is None or moments.master is None else moments.master
+        flat = buffer.data if moments is None else moments.wide_parameters()
         return {
             id(param): flat[begin : begin + param.numel()].view(param.shape)
             for begin, param in zip(buffer.begins, buffer.params, strict=False)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ls_train.compact_master import join_master, rounds_to, split_master
 from ls_train.ops.grad_norm import grad_norm_workspace
 from ls_train.optim.options import upload
 from ls_train.params import FlatBuffer
@@ -43,7 +44,11 @@ class Moments:
         found_inf: float32 (1,) 1 where a gradient is not finite, else 0, written by :meth:`measure_grads`.
     """
 
-    def __init__(self, buffer: FlatBuffer, groups: list[int]) -> None:
+    def __init__(self, buffer: FlatBuffer, groups: list[int], compact_master: bool = False) -> None:
+        """Make the state of ``buffer``, whose slots belong to parameter ``groups``; moments and steps are 0.
+
+        A compact master is 16 bits a parameter (:mod:`ls_train.compact_master`) where parameters have 16.
+        """
         data = buffer.data
         device = data.device
         wide = torch.float64 if data.dtype == torch.float64 else torch.float32
@@ -53,7 +58,9 @@ class Moments:
         self.started = [False] * slots
         self.exp_avg = torch.zeros_like(data, dtype=wide)
         self.exp_avg_sq = torch.zeros_like(data, dtype=wide)
-        self.master = data.to(wide) if data.dtype in (torch.float16, torch.bfloat16) else None
+        narrow = data.dtype in (torch.float16, torch.bfloat16)
+        self.master = data.to(wide) if narrow and not compact_master else None
+        self.remainder = torch.zeros_like(data, dtype=torch.int16) if narrow and compact_master else None
         self.steps = torch.zeros(slots, dtype=torch.int64, device=device)
         self.norm = torch.zeros(1, dtype=torch.float32, device=device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
@@ -128,6 +135,7 @@ class Moments:
             self._update,
             self._grad_scale,
             found_inf,
+            self.remainder,
             form.decoupled_weight_decay,
             form.bias_correction,
             form.eps_after_correction,
@@ -140,7 +148,7 @@ class Moments:
         """Return the live state of ``slot``: views that every update changes."""
         self.started[slot] = True
         state = {"step": self.steps[slot]}
-        for name in ("exp_avg", "exp_avg_sq", "master"):
+        for name in ("exp_avg", "exp_avg_sq", "master", "remainder"):
             flat = getattr(self, name)
             if flat is not None:
                 state[name] = self.buffer.window(flat, slot)
@@ -155,9 +163,18 @@ class Moments:
         live["step"].fill_(int(state["step"]))
         live["exp_avg"].copy_(state["exp_avg"])
         live["exp_avg_sq"].copy_(state["exp_avg_sq"])
-        if "master" in live and "master" in state:
-            self._merge_master(slot, state["master"])
+        if "master" in state:
+            if self.master is not None:
+                self._merge_master(slot, state["master"])
+            elif self.remainder is not None:
+                self._merge_compact(slot, state["master"])
         return live
+
+    def wide_parameters(self) -> Tensor:
+        """Return the parameters (n,) in the widest form there is: masters where parameters have 16 bits."""
+        if self.remainder is not None:
+            return join_master(self.buffer.data, self.remainder)
+        return self.buffer.data if self.master is None else self.master
 
     def _adopt_foreign_writes(self) -> None:
         """Take over 16-bit parameters that were written in place since the last update, by loading for example."""
@@ -168,10 +185,28 @@ class Moments:
                 self._merge_master(slot, self.buffer.window(self.master, slot).clone())
 
     def _merge_master(self, slot: int, master: Tensor) -> None:
-        param = self.buffer.params[slot].detach()
         window = self.buffer.window(self.master, slot)
-        master = master.to(window)
-        window.copy_(torch.where(master.to(param.dtype) == param, master, param.to(window.dtype)))
+        window.copy_(self._merged(slot, master))
+
+    def _merge_compact(self, slot: int, master: Tensor) -> None:
+        flat = (self.buffer.data, self.remainder)
+        for target, part in zip(flat, split_master(self._merged(slot, master), self.buffer.data.dtype), strict=True):
+            self.buffer.window(target, slot).copy_(part)
+
+    def _merged(self, slot: int, master: Tensor) -> Tensor:
+        """Return ``master`` where it rounds to the parameter of ``slot``, elsewhere the parameter itself."""
+        param = self.buffer.params[slot].detach()
+        master = master.to(param.device, torch.float32).view_as(param)
+        return torch.where(rounds_to(master, param), master, param.float())
+
+
+def saved_state(param: Tensor, live: dict[str, Any], step: int) -> dict[str, Any]:
+    """Return the ``live`` state of ``param`` as it is saved: the step a number, the master float32 in either form."""
+    state = {**live, "step": step}
+    remainder = state.pop("remainder", None)
+    if remainder is not None:
+        state["master"] = join_master(param.detach(), remainder)
+    return state
 
 
 def check_state(key: Any, state: dict[str, Any], param: Tensor, group_step: Any) -> dict[str, Any]:

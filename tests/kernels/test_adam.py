@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ls_train.compact_master import SMALLEST_EXACT, join_master, split_master
 from ls_train.ops import adam, adam_prepare
 from ls_train.ops._arguments import statistics_dtype
+from ls_train.testing import device_types
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type
 
 BETA1, BETA2, EPS, DECAY, LR, NEXT_LR = 0.9, 0.98, 1e-8, 0.01, 1e-2, 3e-3
@@ -36,12 +38,21 @@ def state(size: int, device: str, dtype: torch.dtype, bounds: tuple[int, ...] = 
     }
 
 
+def compact(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the same step with copies of what it changes, and a remainder instead of the master."""
+    arguments = {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    param, remainder = split_master(arguments["master"], arguments["param"].dtype)
+    return arguments | {"param": param, "remainder": remainder, "master": None}
+
+
 def one(value: float, device: str) -> Tensor:
     return torch.full((1,), float(value), device=device)
 
 
 def values(arguments: dict[str, Any]) -> Tensor:
     """Return the full-precision parameters."""
+    if arguments.get("remainder") is not None:
+        return join_master(arguments["param"], arguments["remainder"])
     return arguments["param"] if arguments["master"] is None else arguments["master"]
 
 
@@ -53,7 +64,7 @@ def assert_close(arguments: dict[str, Any], expected: Tensor) -> None:
 
 
 class TestLeaf(LeafContract):
-    read_write = frozenset({"param", "master", "exp_avg", "exp_avg_sq", "segment_step", "update"})
+    read_write = frozenset({"param", "master", "remainder", "exp_avg", "exp_avg_sq", "segment_step", "update"})
 
     def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
         plain = state(5003, device, dtype, (17, 17, 2000))
@@ -67,7 +78,10 @@ class TestLeaf(LeafContract):
             "segment_step": full["segment_step"], "update": full["update"], "grad_scale": one(0, device),
             "active": full["active"], "found_inf": one(0, device), "max_norm": 1.0,
         }  # fmt: skip
-        return [call("adam", **plain), call("adam", **full), call("adam_prepare", **prepare, **scalars)]
+        pairs = [("adam", plain | {"remainder": None}), ("adam", full | {"remainder": None})]
+        if dtype.itemsize == 2:
+            pairs += [("adam", compact(plain)), ("adam", compact(full))]
+        return [*(call(name, **arguments) for name, arguments in pairs), call("adam_prepare", **prepare, **scalars)]
 
 
 @on_every_type
@@ -244,6 +258,71 @@ def test_prepare_without_optional_tensors() -> None:
     assert (steps.tolist(), update.tolist(), float(scale)) == ([5, 1], [1, 1], 1.0)
 
 
+on_every_16_bit_type = pytest.mark.parametrize(
+    "device, dtype", [pair for pair in device_types() if pair[1].itemsize == 2]
+)
+
+
+@on_every_16_bit_type
+@pytest.mark.parametrize("bounds", [(), (1, 8, 9, 300, 301, 1024)])
+def test_compact_master_follows_the_float32_one(bounds: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
+    """Moments bit for bit; the master too where it can be stored, elsewhere within half a unit a step."""
+    wide = state(3000, device, dtype, bounds)
+    wide["master"] *= torch.logspace(-8, 1, 3000, device=device)
+    wide["param"] = wide["master"].to(dtype)
+    if bounds:
+        wide["active"] = torch.tensor([1, 1, 0, 0, 1, 1, 0], dtype=torch.uint8, device=device)
+    wide["hyper"][:, 4] = 1e-6
+    narrow = compact(wide)
+    for step in range(1, 11):
+        for arguments in (wide, narrow):
+            arguments["grad"].copy_(torch.randn(3000, generator=torch.Generator().manual_seed(step)))
+            arguments["segment_step"].fill_(step)
+            adam(**arguments)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(narrow[name], wide[name])
+        if dtype == torch.bfloat16:
+            assert torch.equal(values(narrow), wide["master"])
+        else:
+            apart = (values(narrow) - wide["master"]).abs()
+            assert apart.max() <= (step + 1) * 2**-40
+            assert not apart[wide["master"].abs() > 2 * SMALLEST_EXACT[dtype]].any()
+        assert torch.equal(narrow["param"], split_master(values(narrow), dtype)[0])
+
+
+@on_every_16_bit_type
+def test_compact_master_of_every_size_and_after_an_overflow(device: str, dtype: torch.dtype) -> None:
+    for size in [*range(1, 40), 255, 256, 257, 5003, 16384, 16391]:
+        wide = state(size, device, dtype)
+        narrow = compact(wide)
+        before = {k: v.clone() for k, v in narrow.items() if isinstance(v, Tensor)}
+        adam(**narrow | {"found_inf": one(1, device)})
+        for name, tensor in before.items():
+            assert torch.equal(narrow[name], tensor), f"{name} changed"
+        adam(**wide)
+        adam(**narrow)
+        torch.testing.assert_close(values(narrow), wide["master"], rtol=0, atol=2**-39)
+        assert bool((narrow["exp_avg"] != 0).all()), size
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_compact_masters_of_the_kernel_are_the_references(dtype: torch.dtype) -> None:
+    """A step that moves nothing: every kind of number, NaN and infinities included, comes back with the same bits."""
+    kinds = torch.tensor([0.0, -0.0, 1e-45, 3.4e38, -65520.0, float("inf"), -float("inf"), float("nan"), 1 + 2**-8])
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0))
+    master = torch.cat([kinds, bits.int().view(torch.float32)])
+    arguments = state(len(master), "cpu", dtype) | {"master": master, "param": master.to(dtype)}
+    arguments["grad"].zero_()
+    arguments["hyper"][:, 3] = 0
+    there = compact({k: v.cuda() if isinstance(v, Tensor) else v for k, v in arguments.items()})
+    here = compact(arguments)
+    adam(**there)
+    adam(**here)
+    for name in ("param", "remainder"):
+        assert torch.equal(there[name].cpu().view(torch.int16), here[name].view(torch.int16)), name
+
+
 def test_errors() -> None:
     arguments = state(9, "cpu", torch.float32)
     with pytest.raises(ValueError, match="adam: argument master must be None with param of dtype torch.float32"):
@@ -252,5 +331,12 @@ def test_errors() -> None:
         adam(**state(9, "cpu", torch.float16) | {"master": None})
     with pytest.raises(ValueError, match=r"adam: argument hyper has shape \(1, 5\); it needs \(1, 6\)"):
         adam(**arguments | {"hyper": torch.zeros(1, 5, dtype=torch.float64)})
+    remainder = torch.zeros(9, dtype=torch.int16)
+    with pytest.raises(ValueError, match="adam: argument remainder must be None with param of dtype torch.float32"):
+        adam(**arguments | {"remainder": remainder})
+    with pytest.raises(ValueError, match="adam: argument remainder must be None with a master"):
+        adam(**state(9, "cpu", torch.float16) | {"remainder": remainder})
+    with pytest.raises(TypeError, match="adam: argument remainder has dtype torch.int32; convert it to torch.int16"):
+        adam(**state(9, "cpu", torch.float16) | {"master": None, "remainder": remainder.int()})
     with pytest.raises(ValueError, match="adam_prepare: argument norm is missing with max_norm = 1.0"):
         adam_prepare(torch.tensor([0]), torch.tensor([0, 0]), torch.zeros(1), max_norm=1.0)
