@@ -13,21 +13,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NAMESPACE = "ls_train"
+_COMPILED_DEVICE = "cuda"
 
 _definitions = torch.library.Library(NAMESPACE, "DEF")
 _cuda_loaders: torch.library.Library | None = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
 _schemas: dict[str, str] = {}
+_compiled_only: set[str] = set()
 _load_lock = threading.RLock()
 
 
-def define(name: str, schema: str) -> None:
+def define(name: str, schema: str, compiled_only: bool = False) -> None:
     """Declare operator ``name`` with ``schema``, for example ``"(Tensor(a!) y, Tensor x) -> ()"``.
 
     Args:
         name: operator name without namespace.
         schema: argument list and the return type ``-> ()``: outputs first, then inputs, then scalars.
+        compiled_only: the operator has no :func:`reference`; :func:`compiled` says where it can be called.
 
     Raises:
         ValueError: the schema returns something; leaf operators write into their arguments.
@@ -36,6 +40,8 @@ def define(name: str, schema: str) -> None:
         raise ValueError(f"operator {name}: schema {schema!r} must end with '-> ()', leaf operators return nothing")
     _definitions.define(name + schema)
     _schemas[name] = schema
+    if compiled_only:
+        _compiled_only.add(name)
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=_definitions)
     if _cuda_loaders is not None:
         _cuda_loaders.impl(name, _loader(name))
@@ -52,8 +58,15 @@ def reference(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def operator_names() -> tuple[str, ...]:
-    """Return the names of all declared operators in order of declaration."""
-    return tuple(_schemas)
+    """Return the names of all declared operators with a reference, in order of declaration."""
+    return tuple(name for name in _schemas if name not in _compiled_only)
+
+
+def compiled(name: str, like: Tensor) -> Callable[..., None] | None:
+    """Return operator ``name`` if the compiled library implements it where ``like`` lies, else None."""
+    if like.device.type != _COMPILED_DEVICE:
+        return None
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def has_cuda_implementation(name: str) -> bool:

@@ -63,6 +63,8 @@ class SavedBlock:
             kinds.setdefault((columns, statistics), []).append(name)
         # Equal fields lie at equal distances, so that two calls give the views of all of them.
         self._views: list[tuple[list[str], bool, tuple[int, ...], tuple[int, ...], int]] = []
+        self._begins: dict[str, int] = {}
+        self._begin_lists: dict[Sequence[str], list[int]] = {}
         start = 0
         for (columns, statistics), names in kinds.items():
             itemsize = (self._statistics if statistics else dtype).itemsize
@@ -71,12 +73,21 @@ class SavedBlock:
             if len(names) > 1:
                 shape, strides = (len(names), *shape), (size // itemsize, *strides)
             self._views.append((names, statistics, shape, strides, start // itemsize))
-            start += len(names) * size
+            for name in names:
+                self._begins[name] = start
+                start += size
         self.size = round_size(start)
 
     def allocate(self, like: Tensor) -> Tensor:
         """Return an uninitialised block, 1-D of the activation type, on the device of ``like``."""
         return like.new_empty(self.size // self._dtype.itemsize)
+
+    def begins(self, names: Sequence[str]) -> list[int]:
+        """Return the byte at which each of the tensors ``names`` begins, -1 for one that is not in the block."""
+        known = self._begin_lists.get(names)
+        if known is None:
+            known = self._begin_lists[names] = [self._begins.get(name, -1) for name in names]
+        return known
 
     def views(self, block: Tensor) -> SimpleNamespace:
         """Return the tensors inside ``block`` as attributes named after the fields."""

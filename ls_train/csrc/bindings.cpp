@@ -4,6 +4,7 @@
 // An operator is a struct with its name, launcher and tensor arguments (they come first in every schema), and what its
 // scalars demand; Binding<> does the rest.
 #include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -18,8 +19,10 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "arguments.h"
+#include "layer.h"
 #include "ops.h"
 
 namespace ls_train {
@@ -163,18 +166,35 @@ struct Call {
   bool drops() const { return std::nearbyint(p * 32768.0) > 0.0; }
 };
 
+// A function of torch's CUDA library, or nullptr. Such functions are missing from CPU builds of torch, so not linked:
+// the same library loads there too.
+template <class Function>
+Function torch_cuda_function(const char* name) {
+  void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+  return library == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(library, name));
+}
+
 cudaStream_t current_stream(const char* op, int device) {
   using Function = AOTITorchError (*)(int32_t, void**);
-  // Missing from CPU builds of torch, so not linked: the same library loads there too.
-  static const Function function = [] {
-    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
-    return library == nullptr ? nullptr
-                              : reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
-  }();
+  static const Function function = torch_cuda_function<Function>("aoti_torch_get_current_cuda_stream");
   if (function == nullptr) fail(op, "this torch has no CUDA; install a CUDA build of it");
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(function(device, &stream));
   return static_cast<cudaStream_t>(stream);
+}
+
+Activation parse_activation(const char* op, const std::string& name) {
+  if (name == "relu") return Activation::kRelu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "swish") return Activation::kSwish;
+  fail_argument(op, "activation", "= '" + name + "' is unknown; use one of relu, gelu, gelu_tanh, swish");
+}
+
+void check_launch(const char* op, cudaError_t error) {
+  if (error != cudaSuccess) {
+    fail(op, std::string("the launch failed: ") + cudaGetErrorName(error) + ", " + cudaGetErrorString(error));
+  }
 }
 
 // The type that TORCH_BOX unpacks for a launcher's parameter.
@@ -247,9 +267,7 @@ struct Binding<Op, cudaError_t (*const)(Parameters...)> {
       Op::check(call, tensors, std::get<I>(arguments)...);
       const torch::stable::accelerator::DeviceGuard guard(call.device);
       const cudaError_t error = Op::launch(std::get<I>(arguments)..., current_stream(Op::name, call.device));
-      if (error != cudaSuccess) {
-        fail(Op::name, std::string("the launch failed: ") + cudaGetErrorName(error) + ", " + cudaGetErrorString(error));
-      }
+      check_launch(Op::name, error);
     }
   };
 
@@ -266,18 +284,10 @@ struct Binding<Op, cudaError_t (*const)(Parameters...)> {
     if constexpr (I < kTensors) {
       return call.check(Op::arguments[I], boxed);
     } else if constexpr (std::is_same_v<B, std::string>) {
-      return activation(call, boxed);
+      return parse_activation(call.op, boxed);
     } else {
       return boxed;
     }
-  }
-
-  static Activation activation(const Call& call, const std::string& name) {
-    if (name == "relu") return Activation::kRelu;
-    if (name == "gelu") return Activation::kGelu;
-    if (name == "gelu_tanh") return Activation::kGeluTanh;
-    if (name == "swish") return Activation::kSwish;
-    fail_argument(call.op, "activation", "= '" + name + "' is unknown; use one of relu, gelu, gelu_tanh, swish");
   }
 
   static constexpr auto kFunction = &Caller<std::make_index_sequence<kTensors>, std::make_index_sequence<kCount>>::call;
@@ -620,6 +630,190 @@ struct LossScaleUpdate {
   }
 };
 
+// ---------------------------------------------------------------------------------------------------------------
+// Whole layers
+
+// A tensor for torch's own operators that shares the memory of `view`.
+Tensor torch_tensor(const View& view) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(static_cast<AtenTensorHandle>(view.owner), view.ref.dims,
+                                                        view.ref.sizes, view.ref.strides, view.offset, &handle));
+  return Tensor(handle);
+}
+
+// ATen's products, without the dispatcher: autograd, autocast and modes have no say inside a layer's pass.
+void product(const View& out, const View& a, const View& b, const View& bias, bool accumulate) {
+  using Mm = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle);
+  using Addmm =
+      AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double, double);
+  static const Mm mm = torch_cuda_function<Mm>("aoti_torch_cuda_mm_out");
+  static const Addmm addmm = torch_cuda_function<Addmm>("aoti_torch_cuda_addmm_out");
+  if (mm == nullptr || addmm == nullptr) fail("layer", "this torch has no CUDA products; install a CUDA build of it");
+  const Tensor result = torch_tensor(out), left = torch_tensor(a), right = torch_tensor(b);
+  if (accumulate) {
+    TORCH_ERROR_CODE_CHECK(addmm(result.get(), result.get(), left.get(), right.get(), 1.0, 1.0));
+  } else if (bias) {
+    TORCH_ERROR_CODE_CHECK(addmm(result.get(), torch_tensor(bias).get(), left.get(), right.get(), 1.0, 1.0));
+  } else {
+    TORCH_ERROR_CODE_CHECK(mm(result.get(), left.get(), right.get()));
+  }
+}
+
+// The parameters of a layer in the order of their list; q, k and v lie together. Cross attention may be missing.
+constexpr Argument kSelfParameters[] = {floating("qkv_weight", "AC"),      floating("qkv_bias", "A"),
+                                        floating("out_weight", "CC"),      floating("out_bias", "C"),
+                                        floating("self_norm_weight", "C"), floating("self_norm_bias", "C")};
+constexpr Argument kCrossParameters[] = {floating("cross_q_weight", "CC"),   floating("cross_q_bias", "C"),
+                                         floating("cross_out_weight", "CC"), floating("cross_out_bias", "C"),
+                                         floating("cross_norm_weight", "C"), floating("cross_norm_bias", "C")};
+constexpr Argument kFfnParameters[] = {floating("fc1_weight", "FC"),       floating("fc1_bias", "F"),
+                                       floating("fc2_weight", "CF"),       floating("fc2_bias", "C"),
+                                       floating("final_norm_weight", "C"), floating("final_norm_bias", "C")};
+constexpr size_t kPart = std::size(kSelfParameters);
+
+// Checks the arguments that both passes of a layer share and puts the layer together.
+struct LayerCall {
+  Call call;
+  TransformerLayer layer;
+
+  View view(const Argument& argument, const Tensor& tensor) { return {call.check(argument, tensor), tensor.get(), 0}; }
+
+  LayerCall(const char* op, const Tensor& x, const std::optional<Tensor>& kv, const std::vector<Tensor>& parameters,
+            const Tensor& cu, const Tensor& rows, const std::optional<Tensor>& seed,
+            const std::optional<Tensor>& memory_cu, int64_t heads, int64_t max_length, int64_t memory_max_length,
+            int64_t index, int64_t offset, bool normalize_before, bool causal, double eps, double dropout,
+            double attention_dropout, double activation_dropout, const std::string& activation) {
+    call.op = op;
+    layer.x = view(floating("x", "NC"), x);
+    layer.cross = kv.has_value();
+    if (parameters.size() != (layer.cross ? 3 : 2) * kPart) {
+      fail_argument(op, "parameters",
+                    "has " + std::to_string(parameters.size()) + " tensors; it needs " +
+                        std::to_string((layer.cross ? 3 : 2) * kPart));
+    }
+    assign(parameters, &LinearLayer::weight, &LinearLayer::bias, &NormLayer::weight, &NormLayer::bias);
+    layer.type = *call.floating;
+    layer.rows = call.sizes['N'];
+    layer.columns = call.sizes['C'];
+    layer.inner = call.sizes['F'];
+    layer.heads = heads;
+    if (call.sizes['A'] != 3 * layer.columns) fail_argument(op, "parameters", "must have 3 C rows in qkv_weight");
+    if (heads < 1 || layer.columns % heads != 0) {
+      fail_argument(op, "heads", "= " + std::to_string(heads) + " must divide C = " + std::to_string(layer.columns));
+    }
+    layer.cu = call.check(int32("cu", "B+"), cu);
+    layer.used = call.check(kRows, rows);
+    layer.seed = call.check(kSeed, seed);
+    layer.memory_cu = call.check(optional(int32("memory_cu", "B+")), memory_cu);
+    if (layer.cross) {
+      layer.kv = view(floating("kv", "KW"), *kv);
+      layer.keys = call.sizes['K'];
+      call.require(static_cast<bool>(layer.memory_cu), "memory_cu", "with kv");
+      if (index < 0 || index >= call.sizes['W'] / (2 * layer.columns)) {
+        fail_argument(op, "layer", "= " + std::to_string(index) + " has no columns in kv");
+      }
+    }
+    call.check_columns();
+    for (const double p : {dropout, attention_dropout, activation_dropout}) {
+      call.p = p;
+      call.check_dropout(offset, layer.seed);
+    }
+    layer.normalize_before = normalize_before;
+    layer.causal = causal;
+    layer.eps = eps;
+    layer.dropout = dropout;
+    layer.attention_dropout = attention_dropout;
+    layer.activation_dropout = activation_dropout;
+    layer.offset = offset;
+    layer.max_length = max_length;
+    layer.memory_max_length = memory_max_length;
+    layer.layer = index;
+    layer.activation = parse_activation(op, activation);
+    layer.product = &product;
+  }
+
+  // Gives each tensor of a list in the parameters' order its place.
+  void assign(const std::vector<Tensor>& tensors, View LinearLayer::* weight, View LinearLayer::* bias,
+              View NormLayer::* norm_weight, View NormLayer::* norm_bias) {
+    const auto part = [&](size_t first, const Argument(&arguments)[kPart], LinearLayer& one, LinearLayer& two,
+                          NormLayer& norm) {
+      one.*weight = view(arguments[0], tensors[first]);
+      one.*bias = view(arguments[1], tensors[first + 1]);
+      two.*weight = view(arguments[2], tensors[first + 2]);
+      two.*bias = view(arguments[3], tensors[first + 3]);
+      norm.*norm_weight = view(arguments[4], tensors[first + 4]);
+      norm.*norm_bias = view(arguments[5], tensors[first + 5]);
+    };
+    part(0, kSelfParameters, layer.qkv, layer.out, layer.self_norm);
+    if (layer.cross) part(kPart, kCrossParameters, layer.cross_query, layer.cross_out, layer.cross_norm);
+    part(tensors.size() - kPart, kFfnParameters, layer.fc1, layer.fc2, layer.final_norm);
+  }
+
+  void place(const Tensor& block, const std::vector<int64_t>& fields) {
+    if (fields.size() != TransformerLayer::kSavedCount) {
+      fail_argument(call.op, "fields",
+                    "has " + std::to_string(fields.size()) + " numbers; it needs " +
+                        std::to_string(int{TransformerLayer::kSavedCount}));
+    }
+    layer.place(Block(call.op, "block", view(floating("block", "*"), block)), fields.data());
+  }
+
+  Block scratch(const Tensor& tensor) { return Block(call.op, "scratch", view(floating("scratch", "*"), tensor)); }
+};
+
+void layer_fwd(Tensor y, Tensor block, Tensor scratch, Tensor x, std::optional<Tensor> kv,
+               std::vector<Tensor> parameters, Tensor cu, Tensor rows, std::optional<Tensor> seed,
+               std::optional<Tensor> memory_cu, int64_t heads, int64_t max_length, int64_t memory_max_length,
+               int64_t index, int64_t offset, bool normalize_before, bool causal, double eps, double dropout,
+               double attention_dropout, double activation_dropout, std::string activation,
+               std::vector<int64_t> fields) {
+  constexpr const char* kName = "layer_fwd";
+  LayerCall run(kName, x, kv, parameters, cu, rows, seed, memory_cu, heads, max_length, memory_max_length, index,
+                offset, normalize_before, causal, eps, dropout, attention_dropout, activation_dropout, activation);
+  const View output = run.view(floating("y", "NC"), y);
+  run.place(block, fields);
+  Block memory = run.scratch(scratch);
+  const torch::stable::accelerator::DeviceGuard guard(run.call.device);
+  run.layer.stream = current_stream(kName, run.call.device);
+  check_launch(kName, run.layer.forward(output, memory));
+}
+
+void layer_bwd(Tensor dx, std::optional<Tensor> dkv, Tensor scratch, std::vector<Tensor> gradients, Tensor dy,
+               Tensor block, Tensor x, std::optional<Tensor> kv, std::vector<Tensor> parameters, Tensor cu, Tensor rows,
+               std::optional<Tensor> seed, std::optional<Tensor> memory_cu, int64_t heads, int64_t max_length,
+               int64_t memory_max_length, int64_t index, int64_t offset, bool normalize_before, bool causal, double eps,
+               double dropout, double attention_dropout, double activation_dropout, std::string activation,
+               std::vector<int64_t> fields, int64_t sums, bool accumulate) {
+  constexpr const char* kName = "layer_bwd";
+  LayerCall run(kName, x, kv, parameters, cu, rows, seed, memory_cu, heads, max_length, memory_max_length, index,
+                offset, normalize_before, causal, eps, dropout, attention_dropout, activation_dropout, activation);
+  TransformerLayer& layer = run.layer;
+  if (gradients.size() != parameters.size()) {
+    fail_argument(
+        kName, "gradients",
+        "has " + std::to_string(gradients.size()) + " tensors; it needs " + std::to_string(parameters.size()));
+  }
+  run.assign(gradients, &LinearLayer::dweight, &LinearLayer::dbias, &NormLayer::dweight, &NormLayer::dbias);
+  layer.accumulate = accumulate;
+  const View input_gradient = run.view(floating("dx", "NC"), dx), output_gradient = run.view(floating("dy", "NC"), dy);
+  View slice;
+  if (layer.cross) {
+    run.call.require(dkv.has_value(), "dkv", "with kv");
+    slice = run.view(strided(floating("dkv", "KG")), *dkv);
+    if (run.call.sizes['G'] != 2 * layer.columns) fail_argument(kName, "dkv", "must have 2 C columns");
+  }
+  const int64_t blocks = std::min<int64_t>(kMaxRowBlocks, layer.rows);
+  const int64_t needed = std::max(blocks * std::max(3 * layer.columns, layer.inner), layer.rows * layer.heads);
+  if (sums < needed) {
+    fail_argument(kName, "sums", "= " + std::to_string(sums) + " is less than " + std::to_string(needed));
+  }
+  run.place(block, fields);
+  Block memory = run.scratch(scratch);
+  const torch::stable::accelerator::DeviceGuard guard(run.call.device);
+  layer.stream = current_stream(kName, run.call.device);
+  check_launch(kName, layer.backward(input_gradient, slice, output_gradient, sums, memory));
+}
+
 }  // namespace
 }  // namespace ls_train
 
@@ -649,4 +843,6 @@ STABLE_TORCH_LIBRARY_IMPL(ls_train, CUDA, m) {
   LS_TRAIN_BIND(AdamPrepare);
   LS_TRAIN_BIND(Adam);
   LS_TRAIN_BIND(LossScaleUpdate);
+  m.impl("layer_fwd", TORCH_BOX(&layer_fwd));
+  m.impl("layer_bwd", TORCH_BOX(&layer_bwd));
 }

@@ -79,9 +79,9 @@ class Pass(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, block: int) -> int:
-    """Return the bytes of workspace that a layer's forward takes; ``block``: bytes of a block that is not saved."""
-    return 2 * aligned(rows * embed_dim * itemsize) + aligned(rows * ffn_dim * itemsize) + aligned(block)
+def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int) -> int:
+    """Return the bytes of workspace that a layer's forward takes, without a block that is not saved."""
+    return 2 * aligned(rows * embed_dim * itemsize) + aligned(rows * ffn_dim * itemsize)
 
 
 @lru_cache(maxsize=1024)
@@ -119,4 +119,5 @@ def backward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, sum
     matrix = aligned(rows * embed_dim * itemsize)
     feed_forward = 2 * aligned(rows * ffn_dim * itemsize)
     attention = matrix + aligned(3 * rows * embed_dim * itemsize)
-    return buffers * matrix + aligned(4 * sums) + max(feed_forward, attention)
+    statistics = 2 * aligned(rows * max(4, itemsize))
+    return buffers * matrix + aligned(4 * sums) + max(feed_forward, attention, statistics)

@@ -30,12 +30,13 @@ from ls_train.layers.call import (
     backward_sums,
     forward_scratch,
 )
+from ls_train.layers.compiled import layer_backward, layer_forward, parameter_groups
 from ls_train.layers.config import LayerConfig
 from ls_train.layers.cross_kv import cross_kv, finish_slice, gradient_slice
 from ls_train.layers.encoder_layer import EncoderLayerFunction, LSTransformerEncoderLayer
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
 from ls_train.layers.gradients import GradientWriter
-from ls_train.memory import Field, SavedBlock, kept, workspace
+from ls_train.memory import Field, SavedBlock, aligned, kept, workspace
 from ls_train.packing import Packing
 
 
@@ -67,6 +68,7 @@ class DecoderParameters(NamedTuple):
 
 
 _INDEX = {name: i for i, name in enumerate(DecoderParameters._fields)}
+_GROUPS = parameter_groups(DecoderParameters._fields)
 
 
 @lru_cache(maxsize=1024)
@@ -93,33 +95,17 @@ class DecoderLayerFunction(torch.autograd.Function):
         ctx: FunctionCtx, call: Call, save: bool, x: Tensor, kv: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's output (N, C) for ``x`` (N, C), and ``kv`` itself; ``save``: a backward may follow."""
-        p = DecoderParameters(*parameters)
-        y, ffn_dim = torch.empty_like(x), p.fc1_weight.shape[0]
-        layout = decoder_block(*x.shape, ffn_dim, call.heads, call.normalize_before, x.dtype)
-        with workspace(x, forward_scratch(*x.shape, ffn_dim, x.itemsize, 0 if save else layout.size)) as scratch:
+        y, (rows, size), ffn_dim = torch.empty_like(x), x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
+        layout = decoder_block(rows, size, ffn_dim, call.heads, call.normalize_before, x.dtype)
+        temporary = forward_scratch(rows, size, ffn_dim, x.itemsize)
+        with workspace(x, temporary + (0 if save else aligned(layout.size))) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
-            saved = layout.views(block)
-            run = Pass(call, p, saved, scratch)
-            projected, normed = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
-            if call.normalize_before:
-                residual.norm_fwd(normed, x, "self_norm", run)
-                self_attention_fwd(projected, normed, run)
-                residual.add_norm_fwd(normed, projected, p.out_bias, x, "cross_norm", SELF_OUTPUT, run)
-                cross_attention_fwd(projected, normed, kv, run)
-                between = saved.cross_norm_sum
-                residual.add_norm_fwd(normed, projected, p.cross_out_bias, between, "final_norm", CROSS_OUTPUT, run)
-                feed_forward_fwd(projected, normed, run)
-                residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, FFN_OUTPUT, run)
-            else:
-                self_attention_fwd(projected, x, run)
-                # y is free for the first layer norm's output until its own turn comes.
-                residual.add_norm_fwd(y, projected, p.out_bias, x, "self_norm", SELF_OUTPUT, run)
-                cross_attention_fwd(projected, y, kv, run)
-                residual.add_norm_fwd(normed, projected, p.cross_out_bias, y, "cross_norm", CROSS_OUTPUT, run)
-                feed_forward_fwd(projected, normed, run)
-                residual.add_norm_fwd(y, projected, p.fc2_bias, normed, "final_norm", FFN_OUTPUT, run)
+            saved = None
+            if not layer_forward(y, block, scratch, temporary, x, kv, parameters, layout, call):
+                saved = layout.views(block)
+                _forward(y, x, kv, Pass(call, DecoderParameters(*parameters), saved, scratch))
         if save:
-            ctx.call, ctx.layout, ctx.saved = call, layout, kept(saved)
+            ctx.call, ctx.layout, ctx.saved = call, layout, None if saved is None else kept(saved)
             ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
             ctx.save_for_backward(x, kv, block, *parameters)
             ctx.set_materialize_grads(False)
@@ -130,58 +116,84 @@ class DecoderLayerFunction(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dy: Tensor | None, dkv: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x``, ``kv`` and of the parameters that have no slot in a flat buffer."""
         x, kv, block, *parameters = ctx.saved_tensors
+        saved, ctx.saved = ctx.saved, None
         if dy is None:
-            ctx.saved = None
             return None, None, None, dkv, *([None] * len(parameters))
-        call, p = ctx.call, DecoderParameters(*parameters)
-        saved = ctx.saved if ctx.saved is not None else ctx.layout.views(block)
-        ctx.saved = None
+        call, layout, needed = ctx.call, ctx.layout, ctx.needs_input_grad
         dy, dx = dy.contiguous(), torch.empty_like(x)
-        columns = slice(call.layer * 2 * x.shape[1], (call.layer + 1) * 2 * x.shape[1])
-        ffn_dim, buffers = p.fc1_weight.shape[0], 4 if call.normalize_before else 3
-        sums = backward_sums(x.shape[0], kv.shape[0], x.shape[1], ffn_dim, call.heads)
-        with workspace(x, backward_scratch(*x.shape, ffn_dim, x.itemsize, sums, buffers)) as scratch:
-            sums = scratch.take((sums,), torch.float32)
-            writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[4:], sums, scratch)
-            run = Pass(call, p, saved, scratch, writer)
-            if ctx.needs_input_grad[3]:
+        (rows, size), ffn_dim = x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
+        columns = slice(call.layer * 2 * size, (call.layer + 1) * 2 * size)
+        sums = backward_sums(rows, kv.shape[0], size, ffn_dim, call.heads)
+        temporary = backward_scratch(rows, size, ffn_dim, x.itemsize, sums, 4 if call.normalize_before else 3)
+        with workspace(x, temporary) as scratch:
+            writer = GradientWriter(_INDEX, parameters, ctx.leaves, needed[4:], scratch=scratch)
+            if needed[3]:
                 dkv, dkv_slice = gradient_slice(dkv, kv, columns)
             else:
-                dkv, dkv_slice = None, scratch.take((kv.shape[0], 2 * x.shape[1]), x.dtype)
-            dropped, dsum, dresidual = (scratch.take(x.shape, x.dtype) for _ in range(3))
-            # dx is free for layer norm outputs until its own turn comes.
-            if call.normalize_before:
-                normed = residual.norm_again(dx, saved.final_norm_sum, "final_norm", run)
-                dnormed = scratch.take(x.shape, x.dtype)
-                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", FFN_OUTPUT, run)
-                feed_forward_bwd(dnormed, dprojected, normed, run, False)
-                dprojected = residual.add_norm_bwd(
-                    dropped, dsum, dnormed, dy, "cross_out_bias", "final_norm", CROSS_OUTPUT, run
-                )
-                normed = residual.norm_again(dx, saved.cross_norm_sum, "cross_norm", run)
-                cross_attention_bwd(dnormed, dkv_slice, dprojected, normed, kv, run, False)
-                dprojected = residual.add_norm_bwd(
-                    dropped, dresidual, dnormed, dsum, "out_bias", "cross_norm", SELF_OUTPUT, run
-                )
-                normed = residual.norm_again(dx, x, "self_norm", run)
-                self_attention_bwd(dnormed, dprojected, normed, run, False)
-                residual.norm_bwd(dx, dnormed, dresidual, x, "self_norm", run)
-            else:
-                dprojected = residual.add_norm_bwd(dropped, dsum, dy, None, "fc2_bias", "final_norm", FFN_OUTPUT, run)
-                normed = residual.norm_again(dx, saved.cross_norm_sum, "cross_norm", run)
-                feed_forward_bwd(dsum, dprojected, normed, run, True)
-                dprojected = residual.add_norm_bwd(
-                    dropped, dresidual, dsum, None, "cross_out_bias", "cross_norm", CROSS_OUTPUT, run
-                )
-                normed = residual.norm_again(dx, saved.self_norm_sum, "self_norm", run)
-                cross_attention_bwd(dresidual, dkv_slice, dprojected, normed, kv, run, True)
-                dprojected = residual.add_norm_bwd(
-                    dropped, dx, dresidual, None, "out_bias", "self_norm", SELF_OUTPUT, run
-                )
-                self_attention_bwd(dx, dprojected, x, run, True)
+                dkv, dkv_slice = None, scratch.take((kv.shape[0], 2 * size), x.dtype)
+            memory = (scratch, temporary, x, kv, block, parameters)
+            if not layer_backward(dx, dkv_slice, dy, *memory, _GROUPS, writer, layout, call, sums):
+                writer.sums = scratch.take((sums,), torch.float32)
+                saved = layout.views(block) if saved is None else saved
+                _backward(dx, dkv_slice, dy, x, kv, Pass(call, DecoderParameters(*parameters), saved, scratch, writer))
             if dkv is not None:
                 dkv = finish_slice(dkv, dkv_slice, columns)
-        return None, None, dx if ctx.needs_input_grad[2] else None, dkv, *writer.finish()
+        return None, None, dx if needed[2] else None, dkv, *writer.finish()
+
+
+def _forward(y: Tensor, x: Tensor, kv: Tensor, run: Pass) -> None:
+    p, saved, scratch = run.parameters, run.saved, run.scratch
+    projected, normed = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
+    if run.call.normalize_before:
+        residual.norm_fwd(normed, x, "self_norm", run)
+        self_attention_fwd(projected, normed, run)
+        residual.add_norm_fwd(normed, projected, p.out_bias, x, "cross_norm", SELF_OUTPUT, run)
+        cross_attention_fwd(projected, normed, kv, run)
+        between = saved.cross_norm_sum
+        residual.add_norm_fwd(normed, projected, p.cross_out_bias, between, "final_norm", CROSS_OUTPUT, run)
+        feed_forward_fwd(projected, normed, run)
+        residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, FFN_OUTPUT, run)
+    else:
+        self_attention_fwd(projected, x, run)
+        # y is free for the first layer norm's output until its own turn comes.
+        residual.add_norm_fwd(y, projected, p.out_bias, x, "self_norm", SELF_OUTPUT, run)
+        cross_attention_fwd(projected, y, kv, run)
+        residual.add_norm_fwd(normed, projected, p.cross_out_bias, y, "cross_norm", CROSS_OUTPUT, run)
+        feed_forward_fwd(projected, normed, run)
+        residual.add_norm_fwd(y, projected, p.fc2_bias, normed, "final_norm", FFN_OUTPUT, run)
+
+
+def _backward(dx: Tensor, dkv: Tensor, dy: Tensor, x: Tensor, kv: Tensor, run: Pass) -> None:
+    saved, scratch = run.saved, run.scratch
+    dropped, dsum, dresidual = (scratch.take(x.shape, x.dtype) for _ in range(3))
+    # dx is free for layer norm outputs until its own turn comes.
+    if run.call.normalize_before:
+        normed = residual.norm_again(dx, saved.final_norm_sum, "final_norm", run)
+        dnormed = scratch.take(x.shape, x.dtype)
+        dprojected = residual.add_bwd(dropped, dy, "fc2_bias", FFN_OUTPUT, run)
+        feed_forward_bwd(dnormed, dprojected, normed, run, False)
+        dprojected = residual.add_norm_bwd(
+            dropped, dsum, dnormed, dy, "cross_out_bias", "final_norm", CROSS_OUTPUT, run
+        )
+        normed = residual.norm_again(dx, saved.cross_norm_sum, "cross_norm", run)
+        cross_attention_bwd(dnormed, dkv, dprojected, normed, kv, run, False)
+        dprojected = residual.add_norm_bwd(
+            dropped, dresidual, dnormed, dsum, "out_bias", "cross_norm", SELF_OUTPUT, run
+        )
+        normed = residual.norm_again(dx, x, "self_norm", run)
+        self_attention_bwd(dnormed, dprojected, normed, run, False)
+        residual.norm_bwd(dx, dnormed, dresidual, x, "self_norm", run)
+    else:
+        dprojected = residual.add_norm_bwd(dropped, dsum, dy, None, "fc2_bias", "final_norm", FFN_OUTPUT, run)
+        normed = residual.norm_again(dx, saved.cross_norm_sum, "cross_norm", run)
+        feed_forward_bwd(dsum, dprojected, normed, run, True)
+        dprojected = residual.add_norm_bwd(
+            dropped, dresidual, dsum, None, "cross_out_bias", "cross_norm", CROSS_OUTPUT, run
+        )
+        normed = residual.norm_again(dx, saved.self_norm_sum, "self_norm", run)
+        cross_attention_bwd(dresidual, dkv, dprojected, normed, kv, run, True)
+        dprojected = residual.add_norm_bwd(dropped, dx, dresidual, None, "out_bias", "self_norm", SELF_OUTPUT, run)
+        self_attention_bwd(dx, dprojected, x, run, True)
 
 
 class LSTransformerDecoderLayer(LSTransformerEncoderLayer):

@@ -13,10 +13,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from ls_train.layers import modules, residual
 from ls_train.layers.attention import self_attention_bwd, self_attention_fields, self_attention_fwd
 from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call, Pass, backward_scratch, backward_sums, forward_scratch
+from ls_train.layers.compiled import layer_backward, layer_forward, parameter_groups
 from ls_train.layers.config import LayerConfig, from_preset
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
 from ls_train.layers.gradients import GradientWriter
-from ls_train.memory import Field, SavedBlock, kept, workspace
+from ls_train.memory import Field, SavedBlock, aligned, kept, workspace
 from ls_train.packing import Packing
 
 
@@ -42,6 +43,7 @@ class EncoderParameters(NamedTuple):
 
 
 _INDEX = {name: i for i, name in enumerate(EncoderParameters._fields)}
+_GROUPS = parameter_groups(EncoderParameters._fields)
 
 
 @lru_cache(maxsize=1024)
@@ -64,27 +66,17 @@ class EncoderLayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, call: Call, save: bool, x: Tensor, *parameters: Tensor) -> Tensor:
         """Return the layer's output (N, C) for ``x`` (N, C); ``save``: a backward may follow."""
-        p = EncoderParameters(*parameters)
-        y, ffn_dim = torch.empty_like(x), p.fc1_weight.shape[0]
-        layout = encoder_block(*x.shape, ffn_dim, call.heads, call.normalize_before, x.dtype)
-        with workspace(x, forward_scratch(*x.shape, ffn_dim, x.itemsize, 0 if save else layout.size)) as scratch:
+        y, (rows, size), ffn_dim = torch.empty_like(x), x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
+        layout = encoder_block(rows, size, ffn_dim, call.heads, call.normalize_before, x.dtype)
+        temporary = forward_scratch(rows, size, ffn_dim, x.itemsize)
+        with workspace(x, temporary + (0 if save else aligned(layout.size))) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
-            saved = layout.views(block)
-            run = Pass(call, p, saved, scratch)
-            projected, normed = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
-            if call.normalize_before:
-                residual.norm_fwd(normed, x, "self_norm", run)
-                self_attention_fwd(projected, normed, run)
-                residual.add_norm_fwd(normed, projected, p.out_bias, x, "final_norm", SELF_OUTPUT, run)
-                feed_forward_fwd(projected, normed, run)
-                residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, FFN_OUTPUT, run)
-            else:
-                self_attention_fwd(projected, x, run)
-                residual.add_norm_fwd(normed, projected, p.out_bias, x, "self_norm", SELF_OUTPUT, run)
-                feed_forward_fwd(projected, normed, run)
-                residual.add_norm_fwd(y, projected, p.fc2_bias, normed, "final_norm", FFN_OUTPUT, run)
+            saved = None
+            if not layer_forward(y, block, scratch, temporary, x, None, parameters, layout, call):
+                saved = layout.views(block)
+                _forward(y, x, Pass(call, EncoderParameters(*parameters), saved, scratch))
         if save:
-            ctx.call, ctx.layout, ctx.saved = call, layout, kept(saved)
+            ctx.call, ctx.layout, ctx.saved = call, layout, None if saved is None else kept(saved)
             ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
             ctx.save_for_backward(x, block, *parameters)
         return y
@@ -94,36 +86,57 @@ class EncoderLayerFunction(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x`` and of the parameters that have no slot in a flat buffer."""
         x, block, *parameters = ctx.saved_tensors
-        call, p = ctx.call, EncoderParameters(*parameters)
-        saved = ctx.saved if ctx.saved is not None else ctx.layout.views(block)
-        ctx.saved = None
+        saved, ctx.saved = ctx.saved, None
+        call, layout, needed = ctx.call, ctx.layout, ctx.needs_input_grad
         dy, dx = dy.contiguous(), torch.empty_like(x)
-        ffn_dim, buffers = p.fc1_weight.shape[0], 3 if call.normalize_before else 2
-        sums = backward_sums(x.shape[0], 0, x.shape[1], ffn_dim, call.heads)
-        with workspace(x, backward_scratch(*x.shape, ffn_dim, x.itemsize, sums, buffers)) as scratch:
-            sums = scratch.take((sums,), torch.float32)
-            writer = GradientWriter(_INDEX, parameters, ctx.leaves, ctx.needs_input_grad[3:], sums, scratch)
-            run = Pass(call, p, saved, scratch, writer)
-            dropped, dsum = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
-            # dx is free for layer norm outputs until its own turn comes.
-            if call.normalize_before:
-                normed = residual.norm_again(dx, saved.final_norm_sum, "final_norm", run)
-                dnormed = scratch.take(x.shape, x.dtype)
-                dprojected = residual.add_bwd(dropped, dy, "fc2_bias", FFN_OUTPUT, run)
-                feed_forward_bwd(dnormed, dprojected, normed, run, False)
-                dprojected = residual.add_norm_bwd(
-                    dropped, dsum, dnormed, dy, "out_bias", "final_norm", SELF_OUTPUT, run
-                )
-                normed = residual.norm_again(dx, x, "self_norm", run)
-                self_attention_bwd(dnormed, dprojected, normed, run, False)
-                residual.norm_bwd(dx, dnormed, dsum, x, "self_norm", run)
-            else:
-                dprojected = residual.add_norm_bwd(dropped, dsum, dy, None, "fc2_bias", "final_norm", FFN_OUTPUT, run)
-                normed = residual.norm_again(dx, saved.self_norm_sum, "self_norm", run)
-                feed_forward_bwd(dsum, dprojected, normed, run, True)
-                dprojected = residual.add_norm_bwd(dropped, dx, dsum, None, "out_bias", "self_norm", SELF_OUTPUT, run)
-                self_attention_bwd(dx, dprojected, x, run, True)
-        return None, None, dx if ctx.needs_input_grad[2] else None, *writer.finish()
+        (rows, size), ffn_dim = x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
+        sums = backward_sums(rows, 0, size, ffn_dim, call.heads)
+        temporary = backward_scratch(rows, size, ffn_dim, x.itemsize, sums, 3 if call.normalize_before else 2)
+        with workspace(x, temporary) as scratch:
+            writer = GradientWriter(_INDEX, parameters, ctx.leaves, needed[3:], scratch=scratch)
+            memory = (scratch, temporary, x, None, block, parameters)
+            if not layer_backward(dx, None, dy, *memory, _GROUPS, writer, layout, call, sums):
+                writer.sums = scratch.take((sums,), torch.float32)
+                saved = layout.views(block) if saved is None else saved
+                _backward(dx, dy, x, Pass(call, EncoderParameters(*parameters), saved, scratch, writer))
+        return None, None, dx if needed[2] else None, *writer.finish()
+
+
+def _forward(y: Tensor, x: Tensor, run: Pass) -> None:
+    p, saved, scratch = run.parameters, run.saved, run.scratch
+    projected, normed = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
+    if run.call.normalize_before:
+        residual.norm_fwd(normed, x, "self_norm", run)
+        self_attention_fwd(projected, normed, run)
+        residual.add_norm_fwd(normed, projected, p.out_bias, x, "final_norm", SELF_OUTPUT, run)
+        feed_forward_fwd(projected, normed, run)
+        residual.add_fwd(y, projected, p.fc2_bias, saved.final_norm_sum, FFN_OUTPUT, run)
+    else:
+        self_attention_fwd(projected, x, run)
+        residual.add_norm_fwd(normed, projected, p.out_bias, x, "self_norm", SELF_OUTPUT, run)
+        feed_forward_fwd(projected, normed, run)
+        residual.add_norm_fwd(y, projected, p.fc2_bias, normed, "final_norm", FFN_OUTPUT, run)
+
+
+def _backward(dx: Tensor, dy: Tensor, x: Tensor, run: Pass) -> None:
+    saved, scratch = run.saved, run.scratch
+    dropped, dsum = scratch.take(x.shape, x.dtype), scratch.take(x.shape, x.dtype)
+    # dx is free for layer norm outputs until its own turn comes.
+    if run.call.normalize_before:
+        normed = residual.norm_again(dx, saved.final_norm_sum, "final_norm", run)
+        dnormed = scratch.take(x.shape, x.dtype)
+        dprojected = residual.add_bwd(dropped, dy, "fc2_bias", FFN_OUTPUT, run)
+        feed_forward_bwd(dnormed, dprojected, normed, run, False)
+        dprojected = residual.add_norm_bwd(dropped, dsum, dnormed, dy, "out_bias", "final_norm", SELF_OUTPUT, run)
+        normed = residual.norm_again(dx, x, "self_norm", run)
+        self_attention_bwd(dnormed, dprojected, normed, run, False)
+        residual.norm_bwd(dx, dnormed, dsum, x, "self_norm", run)
+    else:
+        dprojected = residual.add_norm_bwd(dropped, dsum, dy, None, "fc2_bias", "final_norm", FFN_OUTPUT, run)
+        normed = residual.norm_again(dx, saved.self_norm_sum, "self_norm", run)
+        feed_forward_bwd(dsum, dprojected, normed, run, True)
+        dprojected = residual.add_norm_bwd(dropped, dx, dsum, None, "out_bias", "self_norm", SELF_OUTPUT, run)
+        self_attention_bwd(dx, dprojected, x, run, True)
 
 
 class LSTransformerEncoderLayer(nn.Module):

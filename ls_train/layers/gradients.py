@@ -35,6 +35,10 @@ class GradientWriter:
         needed: whether autograd wants each gradient.
         sums: float32 scratch for the operators' column sums, large enough for each of them.
         scratch: where the caller's temporaries come from.
+
+    Attributes:
+        sums: the scratch for column sums, which may be set later.
+        complete: whether autograd wants the gradients of all parameters.
     """
 
     def __init__(
@@ -47,8 +51,9 @@ class GradientWriter:
         scratch: Workspace | None = None,
     ) -> None:
         self.sums = sums
+        self.complete = all(needed)
         self._scratch = scratch
-        self._direct: GradSlots | None = grad_slots(leaves) if all(needed) else None
+        self._direct: GradSlots | None = grad_slots(leaves) if self.complete else None
         self._written = None if self._direct is None else self._direct.state()
         if self._written is None:
             self._direct = None

@@ -1,0 +1,155 @@
+"""A layer's forward and backward as one operator each, so that the host keeps ahead of the GPU on short batches.
+
+They launch what the Python code of the layers launches, in the same order into the same places: that code is their
+definition, serves where there is no compiled library, and the rare calls that the operators do not take: q, k and v
+that do not lie together, parameters without gradient, gradients of which only some were written before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ls_train._library import compiled, define
+from ls_train.layers.call import Call
+from ls_train.layers.gradients import GradientWriter
+from ls_train.memory import SavedBlock, Workspace
+from ls_train.params import joined
+
+_SCALARS = (
+    "int heads, int max_length, int memory_max_length, int layer, int offset, bool normalize_before, bool causal,"
+    " float eps, float dropout, float attention_dropout, float activation_dropout, str activation, int[] fields"
+)
+_INPUTS = "Tensor x, Tensor? kv, Tensor[] parameters, Tensor cu, Tensor rows, Tensor? seed, Tensor? memory_cu"
+
+define(
+    "layer_fwd",
+    f"(Tensor(a!) y, Tensor(b!) block, Tensor(c!) scratch, {_INPUTS}, {_SCALARS}) -> ()",
+    compiled_only=True,
+)
+define(
+    "layer_bwd",
+    "(Tensor(a!) dx, Tensor(b!)? dkv, Tensor(c!) scratch, Tensor(d!)[] gradients, Tensor dy, Tensor block,"
+    f" {_INPUTS}, {_SCALARS}, int sums, bool accumulate) -> ()",
+    compiled_only=True,
+)
+
+_NORM = ("sum", "mean", "rstd")
+FIELDS = (
+    *("qkv", "attended", "lse", *(f"self_norm_{part}" for part in _NORM)),
+    *("query", "cross_attended", "cross_lse", *(f"cross_norm_{part}" for part in _NORM)),
+    *(*(f"final_norm_{part}" for part in _NORM), "hidden"),
+)
+"""Saved tensors in the order in which the operators expect the places where they begin."""
+
+_QKV_WEIGHT, _QKV_BIAS = ("q_weight", "k_weight", "v_weight"), ("q_bias", "k_bias", "v_bias")
+
+
+def parameter_groups(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return parameter ``names`` of a layer, those of q, k and v joined, as the operators take them."""
+    return _QKV_WEIGHT, _QKV_BIAS, *((name,) for name in names if name not in (*_QKV_WEIGHT, *_QKV_BIAS))
+
+
+def layer_forward(
+    y: Tensor,
+    block: Tensor,
+    scratch: Workspace,
+    size: int,
+    x: Tensor,
+    kv: Tensor | None,
+    parameters: Sequence[Tensor],
+    layout: SavedBlock,
+    call: Call,
+) -> bool:
+    """Run a layer's forward if the operator takes the call, and return whether it did.
+
+    Args:
+        y: (N, C), written.
+        block: of ``layout``, written.
+        scratch: workspace.
+        size: bytes of it to use.
+        x: (N, C).
+        kv: (Ns, L * 2C) cross-attention keys and values, or None.
+        parameters: of the layer, those of q, k and v first.
+        layout: of ``block``.
+        call: the call.
+    """
+    run = compiled("layer_fwd", x)
+    if run is None:
+        return False
+    tensors = _joined_parameters(parameters, kv)
+    if tensors is None:
+        return False
+    space = scratch.take((size // x.itemsize,), x.dtype)
+    run(y, block, space, x, kv, tensors, *_call_arguments(call, layout))
+    return True
+
+
+def layer_backward(
+    dx: Tensor,
+    dkv: Tensor | None,
+    dy: Tensor,
+    scratch: Workspace,
+    size: int,
+    x: Tensor,
+    kv: Tensor | None,
+    block: Tensor,
+    parameters: Sequence[Tensor],
+    groups: Sequence[Sequence[str]],
+    writer: GradientWriter,
+    layout: SavedBlock,
+    call: Call,
+    sums: int,
+) -> bool:
+    """Run a layer's backward if the operator takes the call, and return whether it did.
+
+    Args:
+        dx: (N, C), written.
+        dkv: (Ns, 2C), the layer's part of the gradient of ``kv``, written; or None.
+        dy: (N, C).
+        groups: of :func:`parameter_groups`.
+        writer: where the gradients of the parameters go.
+        sums: float32 elements for column sums.
+
+    The other arguments are those of :func:`layer_forward`.
+    """
+    run = compiled("layer_bwd", x)
+    if run is None or not writer.complete:
+        return False
+    tensors = _joined_parameters(parameters, kv)
+    if tensors is None:
+        return False
+    gradients, accumulate = writer.open(*groups)
+    space = scratch.take((size // x.itemsize,), x.dtype)
+    run(dx, dkv, space, gradients, dy, block, x, kv, tensors, *_call_arguments(call, layout), sums, accumulate)
+    return True
+
+
+def _joined_parameters(parameters: Sequence[Tensor], kv: Tensor | None) -> list[Tensor] | None:
+    weight, bias = joined(parameters[0:6:2]), joined(parameters[1:6:2])
+    if weight is None or bias is None or (kv is not None and not kv.is_contiguous()):
+        return None
+    return [weight, bias, *parameters[6:]]
+
+
+def _call_arguments(call: Call, layout: SavedBlock) -> tuple:
+    return (
+        call.cu,
+        call.rows,
+        call.seed,
+        call.memory_cu,
+        call.heads,
+        call.max_length,
+        call.memory_max_length,
+        call.layer,
+        call.offset,
+        call.normalize_before,
+        call.causal,
+        call.eps,
+        call.dropout,
+        call.attention_dropout,
+        call.activation_dropout,
+        call.activation,
+        layout.begins(FIELDS),
+    )
