@@ -73,9 +73,10 @@ def test_spills_are_seen(library, target: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_narrow_accesses_and_missing_types_are_seen(library, kind: str) -> None:
-    for kernel in checks.KERNELS - checks.ELEMENTWISE:
-        if kernel.startswith("attention"):
-            continue
+    kernels = [kernel for kernel in checks.KERNELS if TYPES[kind] in checks.types_of(kernel)]
+    assert "layer_norm_fwd_kernel" in kernels
+    assert ("attention_bwd_kernel" in kernels) == (kind != "float")
+    for kernel in kernels:
         with pytest.raises(AssertionError, match=f"{kernel} has no 16-byte accesses"):
             checks.test_memory_bound_kernels_move_16_bytes(library(narrow=((kernel, kind),)))
         with pytest.raises(AssertionError, match=f"{kernel} is missing a type"):
