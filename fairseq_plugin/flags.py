@@ -53,6 +53,11 @@ HONOURED: tuple[Group, ...] = (
     ),
     _group("ls_adam follows it", "tests/plugin/test_optimizer.py::test_float32_losses_equal_fairseqs", "weight-decay"),
     _group(
+        "ls_adam follows it where it has 16-bit parameters",
+        "tests/plugin/test_optimizer.py::test_compact_masters_change_no_loss",
+        "ls-compact-master",
+    ),
+    _group(
         "CUDA graphs of the plugin's step",
         "tests/plugin/test_packed.py::test_batches_of_one_shape_share_memory",
         "ls-cuda-graph",

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import logging
 
 import pytest
 import torch
@@ -230,6 +231,39 @@ def test_memory_efficient_state_round_trip_is_exact():
     resumed.load_state_dict(saved[0])
     wrapper.load_state_dict(saved[1], wrapper.optimizer_config)
     assert train(resumed, wrapper, range(10, UPDATES)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_compact_masters_change_no_loss(dtype):
+    """--ls-compact-master: 20 updates with losses and checkpoints as without it, masters in 16 bits."""
+    bf16 = dtype == torch.bfloat16
+    build = optim.MemoryEfficientFP16Optimizer.build_optimizer
+    models = [Network(dtype), Network(dtype)]
+    wrappers = [
+        build(config("ls_adam", bf16, ls_compact_master=compact), list(model.parameters()))
+        for model, compact in zip(models, (True, False), strict=True)
+    ]
+    losses = [train(model, wrapper) for model, wrapper in zip(models, wrappers, strict=True)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4, nan_ok=True)
+    state = wrappers[0].optimizer.state[models[0].middle.weight]
+    assert "master" not in state
+    assert state["remainder"].dtype == torch.int16
+    saved = [wrapper.state_dict()["state"] for wrapper in wrappers]
+    for ours, theirs in zip(saved[0].values(), saved[1].values(), strict=True):
+        assert {k: v.dtype for k, v in ours.items() if k != "step"} == {
+            k: v.dtype for k, v in theirs.items() if k != "step"
+        }
+        torch.testing.assert_close(ours["master"], theirs["master"], rtol=1e-4, atol=1e-5)
+
+
+def test_compact_masters_of_float32_parameters(caplog):
+    caplog.set_level(logging.INFO)
+    model, reference = Network(), Network()
+    losses = train(model, plain("ls_adam", model, ls_compact_master=True))
+    assert losses == train(reference, plain("ls_adam", reference))
+    assert [record.message for record in caplog.records] == [
+        "--ls-compact-master: without effect, the parameters that ls_adam was given are float32"
+    ]
 
 
 def test_moments_of_fairseqs_memory_efficient_adam_load():
