@@ -15,6 +15,11 @@ torch.set_num_threads(1)
 torch.ones((), requires_grad=True).backward()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):  # pytest-timeout; a machine with a GPU may lack it
+        config.addinivalue_line("markers", "timeout(seconds): has no effect without pytest-timeout")
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(20)
