@@ -38,22 +38,25 @@ class Ranks:
             dist.broadcast(buffer.data, dist.get_global_rank(group, 0), group=group)
 
     def sum_statistics(
-        self, sums: Sequence[dict[str, Tensor]], counts: Sequence[dict[str, float]], seconds: float, ignore: bool
+        self,
+        names: Sequence[str],
+        sums: Sequence[Tensor],
+        counts: Sequence[dict[str, float]],
+        seconds: float,
+        ignore: bool,
     ) -> dict[str, Tensor]:
         """Return the statistics of all ranks and micro-batches, float32 scalars on the device.
 
         Args:
-            sums: for each micro-batch what it logs, scalars on the device.
+            names: of the sums.
+            sums: for each micro-batch what it logs, float32 (len(names),) on the device.
             counts: for each micro-batch what the host knows.
             seconds: training time of this rank, summed as ``TRAIN_TIME``.
             ignore: this rank had a dummy batch: only its time counts, as in fairseq.
         """
-        names = [*sums[0], *counts[0], TRAIN_TIME]
-        device = sums[0]["loss"].device
         known = {name: 0.0 if ignore else float(sum(part[name] for part in counts)) for name in counts[0]}
-        host = upload(torch.empty(len(known) + 1, device=device), [*known.values(), seconds])
-        parts = [torch.stack([value.detach().to(host.dtype) for value in part.values()]) for part in sums]
-        local = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        local = sums[0] if len(sums) == 1 else torch.stack(list(sums)).sum(0)
+        host = upload(local.new_empty(len(known) + 1), [*known.values(), seconds])
         total = torch.cat([torch.zeros_like(local) if ignore else local, host])
         dist.all_reduce(total, group=self.group)
-        return dict(zip(names, total.unbind(), strict=True))
+        return dict(zip([*names, *known, TRAIN_TIME], total.unbind(), strict=True))

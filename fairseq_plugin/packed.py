@@ -6,24 +6,41 @@ targets and layout reach the device in one copy that nobody waits for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ls_train.graph import level
+from ls_train.graph import Shape, level
 from ls_train.packing import Packing
 
 INPUTS = {"src_tokens", "src_lengths", "prev_output_tokens"}
 """Keys of ``net_input`` that the fused models know."""
 
-ROW_BITS, SMALLEST_ROWS = 3, 32
-"""Rows are rounded up to eight levels an octave: at most 1/8 is unused, 5 % on average."""
-LENGTH_BITS, SMALLEST_LENGTH = 1, 16
-SMALLEST_BATCH = 16
+ROW_STEPS = 8
+"""Rows are rounded up to this many levels of ``--max-tokens``: 7 % are unused on average."""
+SMALLEST_ROWS, SMALLEST_LENGTH = 8, 32
+
+
+class Plan(NamedTuple):
+    """Numbers of an update that the device reads with its batch.
+
+    Attributes:
+        seed: added to the number of updates, the seed of the batch's dropout masks.
+        inverse: factor of the update's gradients.
+        weight: factor of this batch's loss in them.
+    """
+
+    seed: int = 0
+    inverse: float = 1.0
+    weight: float = 1.0
+
+
+NO_PLAN = Plan()
+"""For a batch that is an update by itself, its loss neither scaled nor averaged."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +51,56 @@ class PackedBatch:
         tokens: int64 (N,), the decoder's input.
         packing: where the decoder's sequences lie.
         target: int64 (N,), padding where a token does not count.
-        counted: number of targets that count.
         source_tokens: int64 (Ns,), the encoder's input; None for a language model.
         source: where the encoder's sequences lie.
+        seed: int64 (1,), see :class:`Plan`.
+        inverse: float32 (1,).
+        weight: float32 (1,).
         is_padded: whether rows are unused: only ``packing.rows`` of them and ``source.rows`` are tokens.
     """
 
     tokens: Tensor
     packing: Packing
     target: Tensor
-    counted: int
     source_tokens: Tensor | None
     source: Packing | None
-    is_padded: bool = False
+    seed: Tensor
+    inverse: Tensor
+    weight: Tensor
+    is_padded: bool
+
+
+class Buckets:
+    """Shapes that batches are rounded up to, few enough for each to have a CUDA graph.
+
+    A shape is (target rows, source rows, longest sequence, number of sequences). Rows go up to multiples of an eighth
+    of ``--max-tokens``, lengths to powers of two. How many sequences there can be follows from both, in batches that
+    fairseq fills by tokens; others get the next power of two.
+    """
+
+    def __init__(self, max_tokens: int | None) -> None:
+        """Prepare for batches of at most ``max_tokens`` padded tokens a side; None where that is not known."""
+        self._max_tokens = max_tokens
+        self._step = None if max_tokens is None else level(-(-max_tokens // ROW_STEPS), 30, SMALLEST_ROWS)
+
+    def shape(self, rows: int, source_rows: int, length: int, sequences: int) -> Shape:
+        """Return the shape of a batch; ``source_rows`` 0: a language model's."""
+        length = level(length, 0, SMALLEST_LENGTH)
+        # A sequence of this level is longer than half of it, which bounds their number.
+        bound = 0 if self._max_tokens is None else self._max_tokens * (4 if length == SMALLEST_LENGTH else 2) // length
+        if sequences > bound:
+            bound = level(sequences, 0, 8)
+        return self._rows(rows), self._rows(source_rows), length, bound
+
+    @staticmethod
+    def cost(shape: Shape) -> float:
+        """Return about what a step of ``shape`` costs; a decoder's row costs two of an encoder's."""
+        return (2 * shape[0] + shape[1]) * (1 + shape[2] / 8192)
+
+    def _rows(self, count: int) -> int:
+        if count == 0:
+            return 0
+        return level(count, 2, SMALLEST_ROWS) if self._step is None else -(-count // self._step) * self._step
 
 
 class _Layout:
@@ -64,24 +118,27 @@ class _Layout:
         self.positions = np.arange(len(self.indices)) - np.repeat(self.ends[:-1], lengths)
         self.tokens = self._flat[self.indices]
 
-    def pad(self, padding_idx: int, length: int) -> None:
-        """Add unused rows and empty sequences up to a few levels of numbers, so that few shapes come up."""
-        rows, sequences = len(self.tokens), len(self.ends) - 1
-        unused = level(rows, ROW_BITS, SMALLEST_ROWS) - rows
-        self.tokens = np.pad(self.tokens, (0, unused), constant_values=padding_idx)
-        self.positions = np.pad(self.positions, (0, unused))
-        self.ends = np.pad(self.ends, (0, level(sequences, 0, SMALLEST_BATCH) - sequences), mode="edge")
-        self.indices = self.indices[:0]
-        self.max_length = length
-
-    def packing(self, ends: Tensor, positions: Tensor, indices: Tensor) -> Packing:
-        """Return the packing with its tensors on the device."""
+    def parts(self, padding_idx: int, rows: int | None, sequences: int | None) -> list[_Part]:
+        """Return what the device needs to know; with ``rows`` and ``sequences`` rounded up to those."""
+        if rows is None:
+            return [_Part(self.ends), _Part(self.tokens), _Part(self.positions), _Part(self.indices)]
         # Without indices the padded batch cannot be made again; nobody does for a training batch with unused rows.
-        full = len(self.indices) in (0, len(self._flat))
-        return Packing(ends, self.max_length, positions, None if full else indices, *self.shape)
+        return [
+            _Part(self.ends, sequences + 1, self.ends[-1]),
+            _Part(self.tokens, rows, padding_idx),
+            _Part(self.positions, rows),
+            _Part(self.indices[:0]),
+        ]
+
+    def packing(self, ends: Tensor, positions: Tensor, indices: Tensor, max_length: int) -> Packing:
+        """Return the packing with its tensors on the device."""
+        full = len(indices) in (0, len(self._flat))
+        return Packing(ends, max_length, positions, None if full else indices, *self.shape)
 
 
-def pack_batch(sample: Mapping[str, Any], padding_idx: int, device: torch.device, prefix: int = 0) -> PackedBatch:
+def pack_batch(
+    sample: Mapping[str, Any], padding_idx: int, device: torch.device, prefix: int = 0, plan: Plan = NO_PLAN
+) -> tuple[PackedBatch, int]:
     """Return ``sample``, as fairseq's tasks for translation and language models collate it, packed on ``device``.
 
     Args:
@@ -89,14 +146,20 @@ def pack_batch(sample: Mapping[str, Any], padding_idx: int, device: torch.device
         padding_idx: of source and target.
         device: where the batch goes; a GPU receives it in one asynchronous copy.
         prefix: this many target tokens of each sentence do not count.
+        plan: numbers that travel with it.
+
+    Returns:
+        The batch and the number of targets that count.
 
     Raises:
         ValueError: the batch holds an input that the fused models do not know.
     """
-    sides, target = _layouts(sample, padding_idx, prefix)
-    arrays = _arrays(sides, target)
-    counted = int(np.count_nonzero(target != padding_idx))
-    return _batch(sides, _views(_block(arrays).to(device, non_blocking=True), arrays), counted, False)
+    sides, target, counted = _layouts(sample, padding_idx, prefix)
+    parts = [*_head(plan), _Part(target)]
+    for side in sides:
+        parts += side.parts(padding_idx, None, None)
+    block = _block(parts, device).to(device, non_blocking=True)
+    return _batch(sides, _views(block, parts), [side.max_length for side in sides], False), counted
 
 
 class StaticBatches:
@@ -107,65 +170,62 @@ class StaticBatches:
         padding_idx: of source and target.
         prefix: this many target tokens of each sentence do not count.
         limits: longest sequences that the decoder's and the encoder's positions reach.
+        max_tokens: of a batch, see :class:`Buckets`.
     """
 
-    def __init__(self, device: torch.device, padding_idx: int, prefix: int, limits: Sequence[int]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        padding_idx: int,
+        prefix: int,
+        limits: Sequence[int],
+        max_tokens: int | None = None,
+    ) -> None:
         self._padding_idx = padding_idx
         self._prefix = prefix
         self._limits = limits
+        self._buckets = Buckets(max_tokens)
         # All shapes lie over each other at the beginning of the block that was the current one when they came first.
         self._block = torch.empty(0, dtype=torch.int64, device=device)
-        self._known: dict[tuple[int, ...], tuple[Tensor, PackedBatch]] = {}
+        self._known: dict[Shape, tuple[Tensor, PackedBatch]] = {}
 
-    def load(self, sample: Mapping[str, Any]) -> tuple[tuple[int, ...], PackedBatch, int]:
+    def load(
+        self,
+        sample: Mapping[str, Any],
+        plan: Plan = NO_PLAN,
+        place: Callable[[Shape, Callable[[Shape], float], float], Shape] | None = None,
+    ) -> tuple[Shape, PackedBatch, int]:
         """Return the shape of ``sample``, its batch and the number of targets that count.
 
-        Rows, sequences and lengths are rounded up to levels (:func:`ls_train.graph.level`). The batch is valid until
-        the next one is loaded; the copy waits its turn on the current stream.
+        The batch is valid until the next one is loaded; the copy waits its turn on the current stream.
+
+        Args:
+            sample: see :func:`pack_batch`.
+            plan: see :func:`pack_batch`.
+            place: chooses a larger shape, as :meth:`ls_train.graph.CapturedCalls.place` does.
 
         Raises:
             ValueError: see :func:`pack_batch`.
         """
-        sides, target = _layouts(sample, self._padding_idx, self._prefix)
-        counted = int(np.count_nonzero(target != self._padding_idx))
-        length = level(max(side.max_length for side in sides), LENGTH_BITS, SMALLEST_LENGTH)
-        for side, limit in zip(sides, self._limits):
-            side.pad(self._padding_idx, min(length, limit))
-        target = np.pad(target, (0, len(sides[0].tokens) - len(target)), constant_values=self._padding_idx)
-        arrays = _arrays(sides, target)
-        shape = (length, *(len(array) for array in arrays))
-        host = _block(arrays)
+        sides, target, counted = _layouts(sample, self._padding_idx, self._prefix)
+        rows = [len(side.tokens) for side in sides] + [0] * (2 - len(sides))
+        shape = self._buckets.shape(*rows, max(side.max_length for side in sides), len(sides[0].ends) - 1)
+        if place is not None:
+            cost = self._buckets.cost
+            shape = place(shape, cost, cost((*rows, *shape[2:])))
+        parts = [*_head(plan), _Part(target, shape[0], self._padding_idx)]
+        for side, count in zip(sides, shape):
+            parts += side.parts(self._padding_idx, count, shape[3])
+        host = _block(parts, self._block.device)
         if shape not in self._known:
             if len(host) > len(self._block):
                 self._block = self._block.new_empty(level(len(host), 0, 1))
             block = self._block[: len(host)]
-            self._known[shape] = block, _batch(sides, _views(block, arrays), counted, True)
+            lengths = [min(shape[2], limit) for limit in self._limits]
+            self._known[shape] = block, _batch(sides, _views(block, parts), lengths, True)
         block, batch = self._known[shape]
         block.copy_(host, non_blocking=True)
         return shape, batch, counted
-
-
-def _layouts(sample: Mapping[str, Any], padding_idx: int, prefix: int) -> tuple[list[_Layout], np.ndarray]:
-    """Return where decoder and encoder tokens lie, and the packed target."""
-    inputs = sample["net_input"]
-    unknown = sorted(set(inputs) - INPUTS)
-    if unknown:
-        raise ValueError(f"the batch has the inputs {unknown}; the ls_ models take {sorted(INPUTS)}")
-    sides = [_Layout(inputs[name], padding_idx) for name in ("prev_output_tokens", "src_tokens") if name in inputs]
-    padded = sample["target"]
-    target = _host(padded)[sides[0].indices]
-    if prefix > 0:
-        target[sides[0].indices % padded.shape[1] < prefix] = padding_idx
-    return sides, target
-
-
-def _batch(sides: list[_Layout], parts: list[Tensor], counted: int, is_padded: bool) -> PackedBatch:
-    packed = [
-        (tokens, side.packing(ends, positions, indices))
-        for side, (ends, tokens, positions, indices) in zip(sides, (parts[1:5], parts[5:9]))
-    ]
-    (tokens, packing), (source_tokens, source) = packed if len(packed) == 2 else (*packed, (None, None))
-    return PackedBatch(tokens, packing, parts[0], counted, source_tokens, source, is_padded)
 
 
 def packed_features(model: torch.nn.Module, batch: PackedBatch, seed: Tensor | None) -> Tensor:
@@ -182,34 +242,75 @@ def packed_features(model: torch.nn.Module, batch: PackedBatch, seed: Tensor | N
     return model.decoder.forward_packed(batch.tokens, batch.packing, memory, batch.source, seed)
 
 
+def _layouts(sample: Mapping[str, Any], padding_idx: int, prefix: int) -> tuple[list[_Layout], np.ndarray, int]:
+    """Return where decoder and encoder tokens lie, the packed target, and how many targets count."""
+    inputs = sample["net_input"]
+    unknown = sorted(set(inputs) - INPUTS)
+    if unknown:
+        raise ValueError(f"the batch has the inputs {unknown}; the ls_ models take {sorted(INPUTS)}")
+    sides = [_Layout(inputs[name], padding_idx) for name in ("prev_output_tokens", "src_tokens") if name in inputs]
+    padded = sample["target"]
+    target = _host(padded)[sides[0].indices]
+    if prefix > 0:
+        target[sides[0].indices % padded.shape[1] < prefix] = padding_idx
+    return sides, target, int(np.count_nonzero(target != padding_idx))
+
+
+class _Part(NamedTuple):
+    """A 1-D array on its way to the device, filled up to ``size`` elements."""
+
+    array: np.ndarray
+    size: int | None = None
+    fill: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.array) if self.size is None else self.size
+
+    @property
+    def words(self) -> int:
+        """Number of 8-byte words; the next part begins at a whole word."""
+        return -(-self.length * self.array.itemsize // 8)
+
+
+def _head(plan: Plan) -> list[_Part]:
+    return [_Part(np.array([plan.seed])), _Part(np.array([plan.inverse, plan.weight], dtype=np.float32))]
+
+
+def _batch(sides: list[_Layout], parts: list[Tensor], lengths: Sequence[int], is_padded: bool) -> PackedBatch:
+    seed, factors, target = parts[:3]
+    packed = [
+        (tokens, side.packing(ends, positions, indices, length))
+        for side, length, (ends, tokens, positions, indices) in zip(sides, lengths, (parts[3:7], parts[7:11]))
+    ]
+    (tokens, packing), (source_tokens, source) = packed if len(packed) == 2 else (*packed, (None, None))
+    return PackedBatch(tokens, packing, target, source_tokens, source, seed, factors[:1], factors[1:], is_padded)
+
+
 def _host(padded: Tensor) -> np.ndarray:
     return padded.cpu().numpy().reshape(-1)
 
 
-def _arrays(sides: list[_Layout], target: np.ndarray) -> list[np.ndarray]:
-    arrays = [target]
-    for side in sides:
-        arrays += [side.ends, side.tokens, side.positions, side.indices]
-    return arrays
-
-
-def _words(array: np.ndarray) -> int:
-    """Return the number of 8-byte words of a part; the next one begins at a whole word."""
-    return -(-len(array) // 2) if array.dtype == np.int32 else len(array)
-
-
-def _block(arrays: list[np.ndarray]) -> Tensor:
-    """Return 1-D integer arrays in one int64 tensor, in pinned memory where there is a GPU; int32 stays int32."""
-    words = [_words(array) for array in arrays]
-    host = torch.empty(sum(words), dtype=torch.int64, pin_memory=torch.cuda.is_available())
-    for array, part in zip(arrays, host.split(words)):
-        part.numpy().view(array.dtype)[: len(array)] = array
+def _block(parts: list[_Part], device: torch.device) -> Tensor:
+    """Return the parts in one int64 tensor, in pinned memory for a GPU; narrower numbers stay what they are."""
+    host = torch.empty(sum(part.words for part in parts), dtype=torch.int64, pin_memory=device.type == "cuda")
+    words, start = host.numpy(), 0
+    for part in parts:
+        end = start + part.words
+        place = words[start:end].view(part.array.dtype)
+        place[: len(part.array)] = part.array
+        place[len(part.array) : part.length] = part.fill
+        start = end
     return host
 
 
-def _views(block: Tensor, arrays: list[np.ndarray]) -> list[Tensor]:
-    """Return the parts of ``block`` that hold ``arrays``."""
-    parts = block.split([_words(array) for array in arrays])
+_TYPES = {"i": {4: torch.int32, 8: torch.int64}, "f": {4: torch.float32}}
+
+
+def _views(block: Tensor, parts: list[_Part]) -> list[Tensor]:
+    """Return where ``parts`` lie in ``block``."""
+    pieces = block.split([part.words for part in parts])
     return [
-        part.view(torch.int32)[: len(array)] if array.dtype == np.int32 else part for array, part in zip(arrays, parts)
+        piece.view(_TYPES[part.array.dtype.kind][part.array.itemsize])[: part.length]
+        for piece, part in zip(pieces, parts)
     ]

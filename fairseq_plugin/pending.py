@@ -39,29 +39,20 @@ class PendingUpdate:
     """
 
     def __init__(
-        self,
-        samples: Sequence[Any],
-        sums: Sequence[dict[str, Tensor]],
-        counts: Sequence[dict[str, float]],
-        norm: Tensor,
-        found_inf: Tensor,
-        multiplier: Tensor,
+        self, samples: Sequence[Any], names: Sequence[str], counts: Sequence[dict[str, float]], values: Tensor
     ) -> None:
         """Start the copy.
 
         Args:
             samples: the batches of the update.
-            sums: for each micro-batch what it logs, scalars on the device.
+            names: of the sums that each micro-batch logs.
             counts: for each micro-batch what the host knows.
-            norm: float32 (1,) norm of the gradients as they were.
-            found_inf: float32 (1,), 1 where the update was skipped.
-            multiplier: float32 (1,) factor of the gradients.
+            values: float32 (3 + M * len(names),) on the device, not needed afterwards: norm of the gradients as they
+                were, 1 where the update was skipped, factor of the gradients, then the sums of each micro-batch.
         """
         self.samples = samples
-        self._names = [list(part) for part in sums]
+        self._names = names
         self._counts = counts
-        scalars = [value.detach().to(norm.dtype).view(1) for part in sums for value in part.values()]
-        values = torch.cat([norm, found_inf, multiplier, *scalars])
         self._event = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -69,7 +60,7 @@ class PendingUpdate:
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._values = values
+            self._values = values.clone()
 
     def wait(self) -> Outcome:
         """Return the outcome, once the device is through with the update."""
@@ -77,8 +68,5 @@ class PendingUpdate:
             self._event.synchronize()
         norm, found_inf, multiplier, *scalars = self._values.tolist()
         values = iter(scalars)
-        outputs = [
-            {**{name: next(values) for name in names}, **counts}
-            for names, counts in zip(self._names, self._counts, strict=True)
-        ]
+        outputs = [{**{name: next(values) for name in self._names}, **counts} for counts in self._counts]
         return Outcome(norm * multiplier, found_inf > 0, outputs)

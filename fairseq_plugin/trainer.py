@@ -10,6 +10,8 @@ learning rate go back by one; the device, which counts for itself, never advance
 to fairseq's loop (logging, validation, saving, the last update, the end of an epoch) the step waits for its own
 statistics, so that everything there sees exact values.
 
+What runs on the device, and as CUDA graphs with ``--ls-cuda-graph``, is in :mod:`fairseq_plugin.device_step`.
+
 Runs with anything else (:mod:`fairseq_plugin.step_options`) use fairseq's step, which one logged line says.
 """
 
@@ -29,21 +31,19 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.nan_detector import NanDetector
 from fairseq.optim import MemoryEfficientFP16Optimizer, lr_scheduler
-from torch import Tensor
 
 from fairseq_plugin.data_parallel import TRAIN_TIME, Ranks
+from fairseq_plugin.device_step import DeviceStep
 from fairseq_plugin.errors import UserError
 from fairseq_plugin.optimizer import LSFP16Optimizer
-from fairseq_plugin.packed import PackedBatch, StaticBatches, pack_batch, packed_features
 from fairseq_plugin.pending import PendingUpdate
-from fairseq_plugin.step_options import obstacles
-from ls_train.graph import CapturedCalls
+from fairseq_plugin.step_options import graph_obstacles, obstacles
+from ls_train.graph import CapturedCalls, CudaGraphs
 from ls_train.optim import DynamicLossScale, FusedAdam
 
 logger = logging.getLogger(__name__)
 
 FairseqTrainer = fairseq_trainer.Trainer
-_SEED_STRIDE = 1 << 32  # between the dropout seeds of an update's micro-batches
 
 
 class LSTrainer(FairseqTrainer):
@@ -58,11 +58,11 @@ class LSTrainer(FairseqTrainer):
         self._earlier_lr: list[float] | None = None
         self._loss_scale: DynamicLossScale | None = None
         self._ranks: Ranks | None = None
-        self._graphs: tuple[StaticBatches, CapturedCalls] | None = None
+        self._device_step: DeviceStep | None = None
         self._epoch_iterator: Any = None
         super().__init__(cfg, task, model, criterion, quantizer)
         # Every access to the configuration costs microseconds.
-        self._fp16, self._seed, self._clip_norm = cfg.common.fp16, cfg.common.seed, cfg.optimization.clip_norm
+        self._fp16, self._clip_norm = cfg.common.fp16, cfg.optimization.clip_norm
         self._max_update = cfg.optimization.max_update
         self._intervals = [
             interval
@@ -73,12 +73,13 @@ class LSTrainer(FairseqTrainer):
             )
             if interval > 0
         ]
-        wanted = getattr(cfg.optimizer, "ls_cuda_graph", "off")
-        self._replays = wanted != "off" and self.is_lean and self.cuda and self.data_parallel_world_size == 1
         if reasons:
             logger.info(f"training step: fairseq's own runs because of {', '.join(reasons)}")
-        if wanted == "on" and not self._replays:
-            logger.info("--ls-cuda-graph on: no graphs; they need the plugin's own training step and one GPU")
+        wanted = getattr(cfg.optimizer, "ls_cuda_graph", "off")
+        reasons = graph_obstacles(model, self.cuda, self.is_lean)
+        self._replays = wanted != "off" and not reasons
+        if wanted == "on" and reasons:
+            logger.info(f"--ls-cuda-graph on: steps run without graphs because of {', '.join(reasons)}")
 
     # What fairseq builds
 
@@ -88,7 +89,7 @@ class LSTrainer(FairseqTrainer):
         return super().use_distributed_wrapper and not self.is_lean
 
     def _build_optimizer(self) -> None:
-        self._loss_scale = self._graphs = None
+        self._loss_scale = self._device_step = None
         if not self.is_lean:
             super()._build_optimizer()
             return
@@ -138,16 +139,18 @@ class LSTrainer(FairseqTrainer):
 
     def _enqueue(self, samples: Sequence[Any], raise_oom: bool) -> PendingUpdate | None:
         """Hand one update to the device; return None where memory ran out and the batch is given up."""
-        fused = self._fused
         if not self._model.training:
             self._model.train()
         if not self._criterion.training:
             self._criterion.train()
         uncertain = self._pending is not None and self._fp16
-        fused.expect(self.get_num_updates(), self._earlier_lr if uncertain else None)
-        self._clear_gradients()
+        self._fused.expect(self.get_num_updates(), self._earlier_lr if uncertain else None)
+        if self._dummy_batch == "DUMMY" and samples[0]:
+            self._dummy_batch = samples[0]
+        step = self._step
         try:
-            sums, counts, is_dummy = self._run_batches(samples)
+            batches, is_dummy = [sample or self._dummy() for sample in samples], not samples[-1]
+            update = step.run(batches, is_dummy, self._local_cumulative_training_time)
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
@@ -155,96 +158,35 @@ class LSTrainer(FairseqTrainer):
             if raise_oom or self._ranks is not None:
                 raise
             logger.warning("attempting to recover from OOM in forward/backward pass")
-            self._clear_gradients()
-            if self.cuda:
-                torch.cuda.empty_cache()
+            step.recover()
             return None
         except Exception:
             self._save_crash()
             raise
         if self.cuda and self.get_num_updates() == 0:
             torch.cuda.empty_cache()
-        if self._ranks is None:
-            sample_size = 0.0 if is_dummy else sum(part["sample_size"] for part in counts)
-            inverse = 1.0 / (sample_size or 1.0)
-            factor = (
-                torch.full((1,), inverse, device=self.device) if self._scale is None else self._scale.inverse(inverse)
+        return update
+
+    @property
+    def _step(self) -> DeviceStep:
+        if self._device_step is None:
+            # The scale is made of the optimizer's, the optimizer of the run's: whatever replaces them drops the step.
+            graphs = self._captured_calls() if self._replays else None
+            self._device_step = DeviceStep(
+                self._model,
+                self._criterion,
+                self._fused,
+                self._scale,
+                self.cfg.common.seed,
+                self._clip_norm,
+                self._ranks,
+                graphs,
+                self.cfg.dataset.max_tokens,
             )
-        else:
-            seconds = self._local_cumulative_training_time()
-            total = self._ranks.sum_statistics(sums, counts, seconds, is_dummy)
-            factor = self._ranks.size / total["sample_size"].view(1).clamp(min=1.0)
-            sums, counts = [total], [{}]
-            if self._scale is not None:
-                factor.div_(self._scale.scale)
-        norm, found_inf = fused.measured_step(factor, self._clip_norm)
-        if self._scale is not None:
-            self._scale.update(found_inf)
-        return PendingUpdate(samples, sums, counts, norm, found_inf, factor)
+        return self._device_step
 
-    def _run_batches(self, samples: Sequence[Any]) -> tuple[list[dict[str, Tensor]], list[dict[str, float]], bool]:
-        """Run forward and backward of all micro-batches, and the sum of gradients over the ranks.
-
-        Returns:
-            For each micro-batch the sums it logs, on the device, and what the host knows; whether the last is a dummy.
-        """
-        fused, ranks = self._fused, self._ranks
-        sums, counts, is_dummy = [], [], False
-        # Gradients are averaged over the ranks, as DistributedDataParallel does: no sum overflows that they did not.
-        gradient = None if self._scale is None else self._scale.scale.view(())
-        if ranks is not None:
-            gradient = (
-                torch.full((), 1.0 / ranks.size, device=self.device) if gradient is None else gradient / ranks.size
-            )
-        fused.direct_grads = True
-        try:
-            for index, sample in enumerate(samples):
-                if ranks is not None and index == len(samples) - 1:
-                    ranks.gradients.start()
-                is_dummy = not sample
-                part, known = self._forward_backward(index, sample or self._dummy(), gradient, is_dummy)
-                sums.append(part)
-                counts.append(known)
-            if ranks is not None:
-                ranks.gradients.finish()
-        finally:
-            fused.direct_grads = False
-            if ranks is not None:
-                ranks.gradients.stop()
-        return sums, counts, is_dummy
-
-    def _forward_backward(
-        self, index: int, sample: Any, gradient: Tensor | None, is_dummy: bool
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        if self._dummy_batch == "DUMMY":
-            self._dummy_batch = sample
-        criterion = self._criterion
-        if not self._replays:
-            batch = pack_batch(sample, criterion.padding_idx, self.device, criterion.loss_options.prefix)
-            return self._compute(batch, index, gradient, is_dummy), criterion.host_counts(sample, batch.counted)
-        batches, graphs = self._graph_parts()
-        shape, batch, counted = batches.load(sample)
-        sums = graphs((index, shape), lambda: self._compute(batch, index, gradient, is_dummy))
-        # The next micro-batch of this shape writes to the same memory.
-        return {name: value.clone() for name, value in sums.items()}, criterion.host_counts(sample, counted)
-
-    def _compute(self, batch: PackedBatch, index: int, gradient: Tensor | None, is_dummy: bool) -> dict[str, Tensor]:
-        """Run forward and backward of micro-batch ``index``; return the sums that it logs."""
-        model = self._model
-        features = packed_features(model, batch, self._fused.updates + (self._seed + index * _SEED_STRIDE))
-        rows = batch.packing.rows if batch.is_padded else None
-        sums = self._criterion.packed_sums(features, model.decoder.output_projection.weight, batch.target, rows)
-        sums["loss"].backward(torch.zeros_like(sums["loss"]) if is_dummy else gradient)
-        return {name: value.detach() for name, value in sums.items()}
-
-    def _graph_parts(self) -> tuple[StaticBatches, CapturedCalls]:
-        if self._graphs is None:
-            model, criterion = self._model, self._criterion
-            sides = [model.decoder, *([model.encoder] if hasattr(model, "encoder") else [])]
-            limits = [side.max_positions() for side in sides]
-            batches = StaticBatches(self.device, criterion.padding_idx, criterion.loss_options.prefix, limits)
-            self._graphs = batches, CapturedCalls(self.device, [p for p in model.parameters() if p.requires_grad])
-        return self._graphs
+    def _captured_calls(self) -> CapturedCalls:
+        return CapturedCalls(CudaGraphs(self.device), self._model)
 
     def _dummy(self) -> Any:
         """Return the batch that stands in for an empty one."""
@@ -254,11 +196,6 @@ class LSTrainer(FairseqTrainer):
                 "ranks; use fewer ranks or smaller batches"
             )
         return self._dummy_batch
-
-    def _clear_gradients(self) -> None:
-        for buffer in self._fused.buffers:
-            for parameter in buffer.params:
-                parameter.grad = None
 
     @property
     def _fused(self) -> FusedAdam:
@@ -346,7 +283,7 @@ class LSTrainer(FairseqTrainer):
 
     def _find_nan(self, samples: Sequence[Any]) -> None:
         """Run the batches again as fairseq does, with hooks that print where a number stops being finite."""
-        self._clear_gradients()
+        self._step.clear_gradients()
         with NanDetector(self.get_model()):
             for sample in samples:
                 sample, _ = self._prepare_sample(sample)
@@ -364,6 +301,8 @@ class LSTrainer(FairseqTrainer):
     def begin_valid_epoch(self, epoch: int) -> None:
         """Start a validation."""
         self._settle()
+        if self._device_step is not None and self._device_step.graphs is not None:
+            self._device_step.graphs.has_leftovers = True
         super().begin_valid_epoch(epoch)
 
     def cumulative_training_time(self) -> float:
@@ -383,7 +322,7 @@ class LSTrainer(FairseqTrainer):
         """Load a checkpoint, see fairseq's trainer."""
         self._settle()
         result = super().load_checkpoint(*args, **kwargs)
-        self._loss_scale = self._graphs = None
+        self._loss_scale = self._device_step = None
         return result
 
 

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ls_train.graphed_step import GraphedStep
     from ls_train.layers.criterion import LSCrossEntropyLayer
     from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
     from ls_train.layers.embedding import LSTransformerEmbeddingLayer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "FusedAdam": ("ls_train.optim", "FusedAdam"),
+    "GraphedStep": ("ls_train.graphed_step", "GraphedStep"),
     "LSAdam": ("ls_train.optim.ls_adam", "LSAdam"),
     "LSCrossEntropyLayer": ("ls_train.layers.criterion", "LSCrossEntropyLayer"),
     "LSTransformer": ("ls_train.layers.transformer", "LSTransformer"),
@@ -36,6 +38,7 @@ _HOMES = {
 
 __all__ = [
     "FusedAdam",
+    "GraphedStep",
     "LSAdam",
     "LSCrossEntropyLayer",
     "LSTransformer",

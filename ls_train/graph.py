@@ -6,15 +6,29 @@ captured function reads, and its results must be used before the next call.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ls_train.memory import release_workspaces
+
 logger = logging.getLogger(__name__)
+
+Shape = tuple[int, ...]
+
+LIMIT = 128
+"""Graphs kept by default."""
+ROOM = 0.15
+"""A rare shape may cost this much more than its work needs, in the graph of a larger one."""
+RARE = 3
+"""A shape is rare until it comes for this time; then it gets a graph of its own."""
+_FAILURES = 3  # captures that may fail one after another
 
 
 def level(count: int, bits: int, smallest: int) -> int:
@@ -23,77 +37,208 @@ def level(count: int, bits: int, smallest: int) -> int:
     return max(smallest, -(-count // step) * step)
 
 
-class _Captured:
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, gradients: list[tuple[Tensor, Tensor]]) -> None:
-        self.graph = graph
-        self.outputs = outputs
-        self.gradients = gradients
+class Graphs(Protocol):
+    """What captures and replays: :class:`CudaGraphs`, or a stand-in on a machine without a GPU."""
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Return what replays ``function``, and what the captured call returned; nothing has run yet."""
+        ...
+
+    def release(self) -> None:
+        """Give back memory that eager calls left behind."""
+        ...
+
+    def renew(self) -> None:
+        """Use other memory from now on: what was captured so far is not replayed any more."""
+        ...
 
 
-class CapturedCalls:
-    """Functions captured as CUDA graphs by key, the least recently used ones dropped.
+class CudaGraphs:
+    """CUDA graphs of one device in one memory pool: they run one after another and may use the same memory."""
 
-    A key is run eagerly until it comes for the second time. All graphs share one memory pool: they run one after
-    another, and nothing but the latest outputs and the parameters' gradients outlives a call.
-
-    Attributes:
-        captures: number of graphs captured so far.
-    """
-
-    def __init__(self, device: torch.device, parameters: Iterable[Tensor], limit: int = 256) -> None:
-        """Prepare for functions on ``device`` that may write gradients of ``parameters``; keep ``limit`` graphs."""
-        self.captures = 0
-        self._parameters = list(parameters)
-        self._limit = limit
+    def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._seen: Counter[Hashable] = Counter()
-        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
-        self._failed = False
 
-    def __call__(self, key: Hashable, function: Callable[[], Any]) -> Any:
-        """Return what ``function`` returns, from a graph where ``key`` has one.
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Capture ``function`` on a stream of its own, see :class:`Graphs`.
 
-        Args:
-            key: equal for calls that launch the same kernels on the same memory, and only for those.
-            function: work on the device; it must not wait for it. ``.grad`` of the parameters is as it leaves them.
+        Raises:
+            RuntimeError: the device refused something that ``function`` did.
         """
-        captured = self._graphs.get(key)
-        if captured is None and not self._failed:
-            self._seen[key] += 1
-            if self._seen[key] > 1:
-                captured = self._capture(key, function)
-        if captured is None:
-            return function()
-        self._graphs.move_to_end(key)
-        for parameter, gradient in captured.gradients:
-            parameter.grad = gradient
-        captured.graph.replay()
-        return captured.outputs
-
-    def _capture(self, key: Hashable, function: Callable[[], Any]) -> _Captured | None:
-        before = [parameter.grad for parameter in self._parameters]
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                # Other threads, the data loader's for example, may go on allocating.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    outputs = function()
-                finally:
+        with torch.cuda.stream(self._stream):
+            # Other threads, the data loader's for example, may go on allocating.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = function()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # invalid by what happened before, which says more
                     graph.capture_end()
-        except RuntimeError as error:
-            self._failed = True
-            logger.warning(f"no more CUDA graphs, the work runs eagerly: the capture failed ({error})")
-            for parameter, gradient in zip(self._parameters, before, strict=True):
-                parameter.grad = gradient
-            return None
+                raise
+            graph.capture_end()
         current.wait_stream(self._stream)
-        written = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        if len(self._graphs) >= self._limit:
-            self._graphs.popitem(last=False)
-        self._graphs[key] = _Captured(graph, outputs, written)
+        return graph.replay, outputs
+
+    def release(self) -> None:
+        """Free scratch memory and cached blocks, which the graphs' pool cannot use."""
+        release_workspaces()
+        torch.cuda.empty_cache()
+
+    def renew(self) -> None:
+        """Take a new pool; the old one goes with the last graph in it."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+class _Captured(NamedTuple):
+    replay: Callable[[], None]
+    outputs: Any
+    gradients: list[tuple[Tensor, Tensor]]
+
+
+class CapturedCalls:
+    """Functions captured as graphs, by kind and shape; the least recently used ones are dropped.
+
+    The first call of each kind runs eagerly: it loads kernels and makes whatever lives longer than a call. Afterwards a
+    shape is captured when it comes first, which costs little more than running it. Once ``limit`` graphs are there a
+    new shape runs eagerly the first time. :meth:`place` spares graphs by running rare shapes in those of larger ones.
+
+    Where a parameter or buffer of ``model`` was moved or replaced, all graphs are dropped.
+
+    Attributes:
+        captures: number of graphs captured so far.
+        calls: number of calls so far.
+        replays: number of calls that replayed a graph.
+        seconds: time the captures took on the host.
+        has_leftovers: whether work outside the graphs left memory behind, which is given back before the next replay.
+    """
+
+    def __init__(self, graphs: Graphs, model: torch.nn.Module | None = None, limit: int = LIMIT) -> None:
+        """Prepare for functions that read ``model``; keep ``limit`` graphs."""
+        self.captures = self.calls = self.replays = 0
+        self.seconds = 0.0
+        self._graphs = graphs
+        self._limit = limit
+        modules = [] if model is None else list(model.modules())
+        self._homes = [home for module in modules for home in (module._parameters, module._buffers) if home]
+        self._pointers = self._current_pointers()
+        self._warm: set[Hashable] = set()
+        self._seen: Counter[Hashable] = Counter()
+        self._captured: OrderedDict[tuple[Hashable, Shape], _Captured] = OrderedDict()
+        self._failures = 0
+        self.has_leftovers = False
+
+    def place(self, kind: Hashable, shape: Shape, cost: Callable[[Shape], float], least: float) -> Shape:
+        """Return the shape in which work of ``shape`` should run: its own, or a larger one that has a graph.
+
+        Args:
+            kind: of the function.
+            shape: numbers, each of which may also be larger.
+            cost: of running the function in a shape.
+            least: what the work would cost without any rounding.
+        """
+        if (kind, shape) in self._captured:
+            return shape
+        rare = self._seen[kind, shape] + 1 < RARE
+        fitting = [
+            other
+            for of_kind, other in (self._captured if rare else ())
+            if of_kind == kind and all(there >= here for there, here in zip(other, shape, strict=True))
+        ]
+        best = min(fitting, key=cost, default=shape)
+        if best is shape or cost(best) > (1 + ROOM) * least:
+            return shape
+        self._seen[kind, shape] += 1
+        return best
+
+    def __call__(
+        self, kind: Hashable, shape: Shape, function: Callable[[], Any], parameters: Iterable[Tensor] = ()
+    ) -> Any:
+        """Return what ``function`` returns, from a graph where there is one.
+
+        Args:
+            kind: of the function.
+            shape: calls of one kind and shape launch the same kernels on the same memory.
+            function: work on the device; it must not wait for it.
+            parameters: those whose ``.grad`` the caller uses: it is as ``function`` leaves it.
+        """
+        self.calls += 1
+        self._check_memory()
+        captured = self._captured.get((kind, shape))
+        if captured is None and self._may_capture(kind, shape):
+            captured = self._capture(kind, shape, function, list(parameters))
+        if captured is None:
+            self.has_leftovers = True
+            return function()
+        self._tidy()
+        self._captured.move_to_end((kind, shape))
+        for parameter, gradient in captured.gradients:
+            parameter.grad = gradient
+        captured.replay()
+        self.replays += 1
+        return captured.outputs
+
+    def summary(self) -> str:
+        """Return numbers of graphs, capture time and share of replayed calls, to be logged."""
+        share = self.replays / max(1, self.calls)
+        return (
+            f"CUDA graphs: {self.captures} captured in {self.seconds:.1f} s, {len(self._captured)} kept, "
+            f"{share:.1%} of {self.calls} calls replayed"
+        )
+
+    def _may_capture(self, kind: Hashable, shape: Shape) -> bool:
+        self._seen[kind, shape] += 1
+        if kind not in self._warm:
+            self._warm.add(kind)
+            return False
+        return self._failures < _FAILURES and (len(self._captured) < self._limit or self._seen[kind, shape] > 1)
+
+    def _capture(
+        self, kind: Hashable, shape: Shape, function: Callable[[], Any], parameters: Sequence[Tensor]
+    ) -> _Captured | None:
+        self._tidy()
+        before = [parameter.grad for parameter in parameters]
+        start = time.perf_counter()
+        try:
+            replay, outputs = self._graphs.capture(function)
+        except RuntimeError as error:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+            if isinstance(error, torch.OutOfMemoryError):
+                self.clear()
+                raise
+            self._failures += 1
+            plan = "no more graphs" if self._failures == _FAILURES else "this call runs eagerly"
+            logger.warning(f"a CUDA graph could not be captured, {plan}: {str(error).strip().splitlines()[0]}")
+            return None
+        self._failures = 0
+        self.seconds += time.perf_counter() - start
         self.captures += 1
-        return self._graphs[key]
+        if len(self._captured) >= self._limit:
+            self._captured.popitem(last=False)
+        written = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        captured = self._captured[kind, shape] = _Captured(replay, outputs, written)
+        return captured
+
+    def clear(self) -> None:
+        """Drop all graphs; each kind runs eagerly once before it is captured again."""
+        self._captured.clear()
+        self._warm.clear()
+        self._seen.clear()
+        self._graphs.renew()
+
+    def _tidy(self) -> None:
+        if self.has_leftovers:
+            self._graphs.release()
+            self.has_leftovers = False
+
+    def _check_memory(self) -> None:
+        pointers = self._current_pointers()
+        if pointers != self._pointers:
+            self._pointers = pointers
+            self.clear()
+
+    def _current_pointers(self) -> list[int]:
+        return [tensor.data_ptr() for home in self._homes for tensor in home.values() if tensor is not None]

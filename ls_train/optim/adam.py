@@ -261,6 +261,8 @@ class FusedAdam(torch.optim.Optimizer):
         """Bring the groups' options to the device where they changed; call it between replays of a captured step."""
         devices = dict.fromkeys(buffer.data.device for buffer in self._buffers)
         self._options.upload(self.param_groups, devices, self._earlier_lr)
+        for moments in self._moments.values():
+            moments._adopt_foreign_writes()  # a replay cannot notice that something wrote a parameter
 
     # Inside
 

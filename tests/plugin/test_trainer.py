@@ -324,22 +324,3 @@ def test_fairseqs_commands_build_it():
     import fairseq_cli.train
 
     assert fairseq_cli.train.Trainer is fairseq.trainer.Trainer is LSTrainer
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("options", [["--bf16"], [*FP16, "--fp16-init-scale", 2**22, "--update-freq", 2]])
-def test_graphs_change_nothing(start, options):
-    """Replayed or not, dropout, overflows and learning rates give the same losses, up to the order of additions."""
-    options = [*options, "--dropout", 0.1, "--max-tokens", 2000]
-    eager, replayed = start(*options, gpu=True), start(*options, "--ls-cuda-graph", "on", gpu=True)
-    outputs = eager.steps(40), replayed.steps(40)
-    assert replayed.trainer._graphs[1].captures > 0
-    found, expected = ([output and float(output["loss"]) for output in run] for run in outputs)
-    assert [value is None for value in found] == [value is None for value in expected]
-    assert [value for value in found if value] == pytest.approx([value for value in expected if value], rel=5e-3)
-
-
-def test_graphs_that_cannot_be_are_named(start, caplog):
-    caplog.set_level(logging.INFO)
-    start("--ls-cuda-graph", "on")
-    assert "--ls-cuda-graph on: no graphs; they need the plugin's own training step and one GPU" in caplog.text
