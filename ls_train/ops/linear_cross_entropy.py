@@ -93,26 +93,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = torch.zeros_like(weight, dtype=wide)
         ctx.grad_scale = _FLOAT16_GRAD_SCALE if x.dtype == torch.float16 else 1.0
         grad_scale = x.new_full((1,), ctx.grad_scale, dtype=torch.float32) if ctx.grad_scale != 1.0 else None
-        step = chunk_rows(total)
-        buffer = x.new_empty(step, weight.shape[0])
-        for start in range(0, total, max(step, 1)):
-            part = slice(start, min(start + step, total))
-            logits = buffer[: part.stop - part.start]
-            torch.mm(x[part], weight.t(), out=logits)
-            used = None if rows is None else (rows - start).clamp(0, logits.shape[0])
-            outputs = None if correct is None else correct[part]
+        step = max(1, chunk_rows(total))
+        if rows is not None:
+            used = (rows - torch.arange(0, total, step, dtype=rows.dtype, device=rows.device)).clamp_(0, step)
+        buffer, weight_t = x.new_empty(min(step, total), weight.shape[0]), weight.t()
+        # One call for the views of all chunks instead of one a chunk.
+        views = [None if tensor is None else tensor.split(step) for tensor in (x, loss, nll, lse, correct, target, dx)]
+        for i in range(-(-total // step)):
+            part, losses, nlls, sums, outputs, targets, gradient = (view and view[i] for view in views)
+            logits = buffer if part.shape[0] == buffer.shape[0] else buffer[: part.shape[0]]
+            torch.mm(part, weight_t, out=logits)
+            count = None if rows is None else used[i : i + 1]
             if not differentiate:
                 torch.ops.ls_train.cross_entropy_fwd(
-                    loss[part], nll[part], lse[part], outputs, logits, target[part], used, label_smoothing, ignore_index
+                    losses, nlls, sums, outputs, logits, targets, count, label_smoothing, ignore_index
                 )
                 continue
             torch.ops.ls_train.cross_entropy_inplace(
-                logits, loss[part], nll[part], outputs, target[part], used, grad_scale, label_smoothing, ignore_index
+                logits, losses, nlls, outputs, targets, count, grad_scale, label_smoothing, ignore_index
             )
-            if dx is not None:
-                torch.mm(logits, weight, out=dx[part])
+            if gradient is not None:
+                torch.mm(logits, weight, out=gradient)
             if dweight is not None:
-                _add_product(dweight, logits.t(), x[part])
+                _add_product(dweight, logits.t(), part)
         ctx.save_for_backward(dx, dweight, weight)
         loss, nll = loss.sum(), nll.sum()
         correct = None if correct is None else correct.sum()
