@@ -13,6 +13,7 @@ still running is ended, and the records hold what there is. ``--plot`` draws the
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -30,6 +31,7 @@ import torch
 
 from benchmarks.curves_data import REFERENCE, example, prepare
 from benchmarks.curves_summary import PEER, plot, run_records, summary
+from benchmarks.fairseq_process import graph_flag, is_ours
 from benchmarks.records import RESULTS, compile_kernels, write_records
 
 _ARCHS = {"transformer_base_6e6d": "transformer_wmt_en_de", "transformer_toy": "transformer_tiny"}
@@ -72,8 +74,8 @@ def training_flags(run: Run, options: argparse.Namespace, folder: Path) -> list[
     )
     if run.precision != "fp32":
         flags += f" --{run.precision}"
-    if run.implementation == "ls_train_graph":
-        flags += " --ls-cuda-graph on"
+    if is_ours(run.implementation):
+        flags += f" {graph_flag(run.implementation)}"
     return [*flags.split(), *_device_flags()]
 
 
@@ -142,7 +144,11 @@ class Worker:
             self._generating = True
             self._start("generate", _GENERATE, generation_flags(self.options, self.folder))
             return False
-        bleu = score(self.folder / "generate.log", self.options.data / REFERENCE)
+        try:
+            bleu = score(self.folder / "generate.log", self.options.data / REFERENCE)
+        except ValueError as error:
+            print(f"{self.run.name}: {error}", flush=True)
+            return True
         curve = read_curve((self.folder / "train.log").read_text())
         (self.folder / "result.json").write_text(json.dumps({"curve": curve, "bleu": bleu}))
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
@@ -231,6 +237,7 @@ def main(argv: list[str] | None = None) -> None:
         prepare(options.corpus, options.data, options.pieces)
     if not (options.data / REFERENCE).exists():
         parser.error(f"--data {options.data} holds no {REFERENCE}: give --corpus to make the data-bin")
+    importlib.import_module("sacrebleu")  # missing, it had better be missed now than at the end
     compile_kernels()
     runs = [
         Run(implementation, precision, seed)

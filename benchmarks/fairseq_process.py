@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,25 @@ def is_ours(implementation: str) -> bool:
     return implementation.startswith("ls_train")
 
 
+def graph_flag(implementation: str) -> str:
+    """Return the flag that turns CUDA graphs on or off in a run with ls_train."""
+    return f"--ls-cuda-graph {'on' if implementation == 'ls_train_graph' else 'off'}"
+
+
 def available() -> tuple[str, ...]:
     """Return the implementations that can run here: fairseq with Apex only where Apex is installed."""
     has_apex = importlib.util.find_spec("apex") is not None
     return tuple(name for name in IMPLEMENTATIONS if name != "fairseq_apex" or has_apex)
 
 
-def train(implementation: str, flags: Sequence[str], pause: bool = False) -> None:
-    """Train in this process with the command line ``flags``; with ``pause`` wait before the first update."""
+def train(implementation: str, flags: Sequence[str], before_first_epoch: Callable[[Any], None] | None = None) -> None:
+    """Train in this process with the command line ``flags``.
+
+    Args:
+        implementation: one of :data:`IMPLEMENTATIONS`.
+        flags: of fairseq-train.
+        before_first_epoch: called with the trainer when everything is built and before the first update.
+    """
     if implementation != "fairseq_apex":
         # fairseq takes whatever of Apex it can import.
         sys.modules.update({"apex": None, "amp_C": None})  # type: ignore[dict-item]
@@ -41,8 +52,8 @@ def train(implementation: str, flags: Sequence[str], pause: bool = False) -> Non
     if is_ours(implementation):
         importlib.import_module("fairseq_plugin")
     program = importlib.import_module("fairseq_cli.train")
-    if pause:
-        _pause_before(program)
+    if before_first_epoch is not None:
+        _call_before_epochs(program, before_first_epoch)
     if is_ours(implementation):
         importlib.import_module("fairseq_plugin.cli").train(flags)
     else:
@@ -53,20 +64,20 @@ def train(implementation: str, flags: Sequence[str], pause: bool = False) -> Non
 
 def main(argv: Sequence[str]) -> None:
     """Train when told to. argv: the implementation and the flags."""
-    train(argv[0], argv[1:], pause=True)
+    train(argv[0], argv[1:], lambda trainer: wait_for_go())
     print(PEAK, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0, flush=True)
 
 
-def _pause_before(program: Any) -> None:
-    """Make ``fairseq_cli.train`` wait before its first epoch."""
+def _call_before_epochs(program: Any, function: Callable[[Any], None]) -> None:
+    """Make ``fairseq_cli.train`` call ``function`` with its trainer before the first epoch."""
     train_epoch = program.train
 
-    def wait_and_train(*arguments: Any, **options: Any) -> Any:
+    def call_and_train(cfg: Any, trainer: Any, *arguments: Any, **options: Any) -> Any:
         program.train = train_epoch
-        wait_for_go()
-        return train_epoch(*arguments, **options)
+        function(trainer)
+        return train_epoch(cfg, trainer, *arguments, **options)
 
-    program.train = wait_and_train
+    program.train = call_and_train
 
 
 def _keep_bf16_from_meaning_tpu() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.fairseq_process import PEAK, available, is_ours
+from benchmarks.fairseq_process import PEAK, available, graph_flag, is_ours
 from benchmarks.processes import Prepared, in_turn
 from benchmarks.random_data import write_data
 from benchmarks.records import RESULTS, compile_kernels, write_records
@@ -35,7 +35,7 @@ VOCABULARY = 40000
 _MAX_TOKENS = (512, 1024, 4096, 8192, 15000)
 _QUICK = (512, 1024, 4096, 15000)
 _QUICK_IMPLEMENTATIONS = ("ls_train", "ls_train_graph", "fairseq_no_cudnn_attention")
-_ARCHS = {
+ARCHS = {
     "transformer_base_6e6d": "transformer_wmt_en_de",
     "transformer_big_6e6d": "transformer_vaswani_wmt_en_de_big",
     "transformer_iwslt_6e6d": "transformer_iwslt_de_en",
@@ -78,7 +78,7 @@ def arguments_of(data: Path, run: Run) -> list[str]:
     on_gpu = torch.cuda.is_available()
     interval = min(_INTERVAL, max(1, run.measured // 2))
     flags = (
-        f"{data} --source-lang en --target-lang de --task translation --arch {prefix}{_ARCHS[run.arch]} "
+        f"{data} --source-lang en --target-lang de --task translation --arch {prefix}{ARCHS[run.arch]} "
         f"--share-all-embeddings --optimizer {prefix}adam --adam-betas (0.9,0.98) --clip-norm 0.0 --lr 5e-4 "
         "--lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-7 --weight-decay 0.0001 --dropout 0.1 "
         f"--attention-dropout 0.1 --activation-dropout 0.1 --criterion {prefix}label_smoothed_cross_entropy "
@@ -86,8 +86,8 @@ def arguments_of(data: Path, run: Run) -> list[str]:
         f"--disable-validation --log-format json --log-interval {interval} --seed 1 "
         f"--num-workers {4 if on_gpu else 0} --distributed-world-size {run.gpus}"
     )
-    if run.implementation == "ls_train_graph":
-        flags += " --ls-cuda-graph on"
+    if is_ours(run.implementation):
+        flags += f" {graph_flag(run.implementation)}"
     if run.precision != "fp32":
         flags += f" --{run.precision}"
     if not on_gpu:
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--quick", action="store_true", help=f"max-tokens {_QUICK}, {', '.join(_QUICK_IMPLEMENTATIONS)}"
     )
-    parser.add_argument("--arch", default="transformer_big_6e6d", choices=sorted(_ARCHS))
+    parser.add_argument("--arch", default="transformer_big_6e6d", choices=sorted(ARCHS))
     parser.add_argument("--precision", action="append", choices=("fp32", "fp16", "bf16"), help="default: fp16")
     parser.add_argument("--max-tokens", action="append", type=int)
     parser.add_argument("--implementation", action="append", choices=available())

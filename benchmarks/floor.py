@@ -53,10 +53,22 @@ def gemm_ms(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Floor:
-    """Milliseconds of the matrix products, and of the bytes outside them at copy speed."""
+    """Milliseconds of a step's parts.
 
-    gemms: float
+    Attributes:
+        products: projections.
+        attention: products of the attention, from the length on at which they count.
+        moved: bytes outside the products at copy speed.
+    """
+
+    products: float
+    attention: float
     moved: float
+
+    @property
+    def gemms(self) -> float:
+        """All products."""
+        return self.products + self.attention
 
     @property
     def total(self) -> float:
@@ -66,11 +78,30 @@ class Floor:
 
 def step_floor(shape: Shape, tokens: int, length: int, dtype: torch.dtype, bandwidth: float) -> Floor:
     """Return the floor of a step with ``tokens`` rows on either side."""
-    gemms = _products_ms(shape.projections, tokens, dtype)
-    gemms += _attention_ms(shape, ATTENTIONS * shape.layers, tokens, length, dtype)
+    products = _products_ms(shape.projections, tokens, dtype)
+    attention = _attention_ms(shape, ATTENTIONS * shape.layers, tokens, length, dtype)
     rows = (ENCODER_PASSES + DECODER_PASSES) * shape.layers * tokens * shape.embed_dim
     moved = ADAM_BYTES * shape.parameters + 2 * rows + 2 * 2 * tokens * shape.vocab_size
-    return Floor(gemms, moved / bandwidth * 1e3)
+    return Floor(products, attention, moved / bandwidth * 1e3)
+
+
+def group_floors(shape: Shape, tokens: int, length: int, dtype: torch.dtype, bandwidth: float) -> dict[str, float]:
+    """Return milliseconds of a step's parts outside the projections, by the groups of ``benchmarks/profile_step.py``.
+
+    Passes over rows of width C: attention 4 forward and 8 backward, three attentions; an epilogue with layer norm 4 and
+    4, five of them, and the 12 of residual gradients and bias sums; the activation 8 and 12, twice; the embedding 2 and
+    2 a side, which the floor of a step leaves out.
+    """
+    row_ms = 2 * tokens * shape.embed_dim / bandwidth * 1e3
+    attention = _attention_ms(shape, ATTENTIONS * shape.layers, tokens, length, dtype)
+    return {
+        "attention": 3 * 12 * shape.layers * row_ms + attention,
+        "layer norm + dropout + residual": (5 * 8 + 12) * shape.layers * row_ms,
+        "activation + dropout": 2 * 20 * shape.layers * row_ms,
+        "embedding": 2 * 4 * row_ms,
+        "output projection: loss": 2 * 2 * tokens * shape.vocab_size / bandwidth * 1e3,
+        "update": ADAM_BYTES * shape.parameters / bandwidth * 1e3,
+    }
 
 
 def layer_floor(kind: str, shape: Shape, tokens: int, length: int, dtype: torch.dtype, bandwidth: float) -> Floor:
@@ -83,8 +114,9 @@ def layer_floor(kind: str, shape: Shape, tokens: int, length: int, dtype: torch.
         projections, passes, attentions = shape.encoder_projections, ENCODER_PASSES, 1.0
     else:
         projections, passes, attentions = (*shape.decoder_projections, (c, 2 * c, 1)), DECODER_PASSES, 1.5
-    gemms = _products_ms(projections, tokens, dtype) + _attention_ms(shape, attentions, tokens, length, dtype)
-    return Floor(gemms, 2 * passes * tokens * c / bandwidth * 1e3)
+    products = _products_ms(projections, tokens, dtype)
+    attention = _attention_ms(shape, attentions, tokens, length, dtype)
+    return Floor(products, attention, 2 * passes * tokens * c / bandwidth * 1e3)
 
 
 def _products_ms(projections: Projections, tokens: int, dtype: torch.dtype) -> float:

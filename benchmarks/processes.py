@@ -7,7 +7,9 @@ done, and waits for a line on its standard input.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +18,10 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 READY = "ready to be measured"
+RESULT = "measured:"
 _POLL_SECONDS = 0.05
 
 
@@ -30,6 +33,11 @@ def wait_for_go() -> None:
     print(READY, flush=True)
     if not sys.stdin.readline():
         raise SystemExit("not measured: whoever started this process has gone")
+
+
+def results_in(output: str) -> list[Any]:
+    """Return what a process printed in JSON on the lines that start with :data:`RESULT`."""
+    return [json.loads(line) for line in re.findall(rf"^{RESULT} (.*)$", output, re.M)]
 
 
 class Prepared:

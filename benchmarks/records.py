@@ -12,7 +12,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,17 @@ from ls_train import build
 from ls_train.memory import release_workspaces
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Names of torch's types by those of fairseq's flags."""
+
+
+def peers_of(name: str, names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that implementation ``name`` is compared with: for ls_train's graph also graphs."""
+    if not name.startswith("ls_train"):
+        return []
+    with_graphs = name.endswith("_graph")
+    return [peer for peer in names if not peer.startswith("ls_train") and (with_graphs or not peer.endswith("_graph"))]
 
 
 def environment() -> dict[str, Any]:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks.floor import Floor, copy_bandwidth, step_floor
-from benchmarks.processes import Prepared, in_turn
-from benchmarks.records import RESULTS, compile_kernels, write_records
+from benchmarks.processes import Prepared, in_turn, results_in
+from benchmarks.records import DTYPES, RESULTS, compile_kernels, peers_of, write_records
 from benchmarks.shapes import SHAPES
-from benchmarks.step_process import Work, read_results
+from benchmarks.step_process import Work
 
 _LENGTHS = {32: (512, 1024, 4096, 8192), 30: (15000,), 128: (512, 1024, 4096, 8192, 15000)}
 _LENGTHS[512] = _LENGTHS[128]
@@ -30,7 +30,6 @@ _CASES = [(tokens, length) for length, sizes in _LENGTHS.items() for tokens in s
 _QUICK = [(4096, 32), (8192, 32), (15000, 30)]
 _FAMILIES = (("ls_train", "ls_train_graph"), ("torch_eager",), ("torch_compile", "torch_compile_graph"))
 IMPLEMENTATIONS = tuple(name for family in _FAMILIES for name in family)
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 """Dense 16-bit operations a second from the cards' data sheets, what MFU is a share of."""
 
@@ -55,7 +54,7 @@ def records_of(
         records.append({**record, "unit": unit, "ratios": ratios or {}})
 
     for name, value in times.items():
-        ratios = {peer: times[peer] / value for peer in _peers(name, times)}
+        ratios = {peer: times[peer] / value for peer in peers_of(name, times)}
         add(name, "time", value, "ms", ratios)
         if name == "floor":
             continue
@@ -67,13 +66,6 @@ def records_of(
         if machine in PEAK_FLOPS:
             add(name, "mfu", 100 * flops / (value * 1e-3 * PEAK_FLOPS[machine]), "%")
     return records
-
-
-def _peers(name: str, names: Sequence[str]) -> list[str]:
-    if not name.startswith("ls_train"):
-        return []
-    with_graphs = name.endswith("_graph")
-    return [peer for peer in names if not peer.startswith("ls_train") and (with_graphs or not peer.endswith("_graph"))]
 
 
 def run_cases(cases: Sequence[dict[str, Any]], options: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
@@ -96,7 +88,7 @@ def run_cases(cases: Sequence[dict[str, Any]], options: argparse.Namespace, band
                     arguments = ["-m", "benchmarks.step_process", work.to_json()]
                     runs[number, work] = [stack.enter_context(Prepared(arguments, environment))]
         for (number, work), outputs in in_turn(runs, options.limit, start_limit=options.limit):
-            results[number].update(read_results(outputs[0]))
+            results[number].update({name: (time, peak) for name, time, peak in results_in(outputs[0])})
             if number not in floors:
                 sizes = (SHAPES[work.arch], work.tokens, work.length)
                 floors[number] = step_floor(*sizes, getattr(torch, dtype), bandwidth)

@@ -7,7 +7,6 @@ and the first steps. A process of its own gives every implementation its own pea
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,13 +15,12 @@ from typing import Any
 import torch
 
 import ls_train
-from benchmarks.processes import wait_for_go
+from benchmarks.processes import RESULT, wait_for_go
 from benchmarks.records import capture, median_ms, start_peak
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.torch_transformer import TorchTransformer
 from ls_train.ops import linear_cross_entropy
 
-RESULT = "measured:"
 _LABEL_SMOOTHING, _PADDING = 0.1, 1
 
 
@@ -125,12 +123,6 @@ def make_step(work: Work) -> Callable[[], Any]:
         torch.cuda.synchronize()
     start_peak()
     return step
-
-
-def read_results(output: str) -> dict[str, tuple[float, float]]:
-    """Return (milliseconds, peak GiB) by implementation from what a process printed."""
-    lines = re.findall(rf"^{RESULT} (.*)$", output, re.M)
-    return {name: (time, peak) for name, time, peak in map(json.loads, lines)}
 
 
 def main(argv: list[str]) -> None:

@@ -32,7 +32,9 @@ class _Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, length, size))
 
 
-class _Layer(nn.Module):
+class TorchLayer(nn.Module):
+    """Encoder or decoder layer; its forward takes (B, T, C) and, in a decoder, the encoder's output."""
+
     def __init__(self, shape: Shape, decoder: bool) -> None:
         super().__init__()
         size = shape.embed_dim
@@ -67,8 +69,8 @@ class TorchTransformer(nn.Module):
         self.embedding = nn.Embedding(shape.vocab_size, shape.embed_dim, padding_idx=1)
         nn.init.normal_(self.embedding.weight, std=shape.embed_dim**-0.5)
         self.register_buffer("positions", torch.randn(max_length, shape.embed_dim) * 0.02)
-        self.encoder = nn.ModuleList(_Layer(shape, False) for _ in range(shape.layers))
-        self.decoder = nn.ModuleList(_Layer(shape, True) for _ in range(shape.layers))
+        self.encoder = nn.ModuleList(TorchLayer(shape, False) for _ in range(shape.layers))
+        self.decoder = nn.ModuleList(TorchLayer(shape, True) for _ in range(shape.layers))
 
     def forward(self, source: Tensor, previous: Tensor, target: Tensor) -> Tensor:
         """Return the loss summed over tokens; source, previous, target: int64 (B, T) without padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import curves, curves_summary, fairseq_wps, report, step
+from benchmarks import curves, curves_summary, fairseq_wps, layer, profile_step, report, step, timeline, trace
 from benchmarks.fairseq_process import PEAK
 from benchmarks.floor import Floor
 from benchmarks.processes import Prepared
@@ -40,9 +41,25 @@ def test_step(tmp_path) -> None:
     assert shares["ls_train"] == pytest.approx(100 * times["floor"]["value"] / times["ls_train"]["value"])
 
 
+@pytest.mark.timeout(400)
+def test_layer(tmp_path) -> None:
+    output = tmp_path / "layer.json"
+    sizes = "--arch transformer_toy_1e1d --length 8 --tokens 64 --tokens 20 --precision fp32 --quick"
+    names = "--implementation ls_train --implementation ls_train_graph --implementation torch_eager"
+    layer.main([*sizes.split(), *names.split(), "--output", str(output)])
+    records = json.loads(output.read_text())
+    assert all(record.keys() == KEYS | WHERE for record in records)
+    times = {
+        (r["case"]["layer"], r["case"]["tokens"], r["implementation"]): r for r in records if r["metric"] == "time"
+    }
+    assert len(times) == 2 * 2 * 4
+    assert times["decoder", 16, "ls_train_graph"]["case"]["length"] == 8
+    assert times["decoder", 16, "ls_train_graph"]["ratios"].keys() == {"floor", "torch_eager"}
+
+
 def test_graphs_are_compared_with_graphs() -> None:
     times = {name: (float(number + 1), 1.0) for number, name in enumerate(step.IMPLEMENTATIONS)}
-    records = step.records_of({"arch": "a", "tokens": 10, "length": 5}, times, Floor(0.5, 0.25), 1.0)
+    records = step.records_of({"arch": "a", "tokens": 10, "length": 5}, times, Floor(0.4, 0.1, 0.25), 1.0)
     ratios = {r["implementation"]: r["ratios"] for r in records if r["metric"] == "time"}
     peers = {"torch_eager", "torch_compile", "floor"}
     assert ratios["ls_train"].keys() == peers
@@ -77,7 +94,7 @@ def test_both_engines_get_the_same_flags(tmp_path) -> None:
         ]
         for implementation in ("ls_train", "fairseq")
     ]
-    assert lines[0] == lines[1]
+    assert [word for word in lines[0] if word not in ("--ls-cuda-graph", "off")] == lines[1]
 
 
 def test_efficiency_compares_with_as_many_single_gpus() -> None:
@@ -146,6 +163,89 @@ def test_a_waiting_process_goes_on_when_told_to() -> None:
         process.wait_ready(60)
 
 
+def trace_event(name: str, category: str, start: float, duration: float, correlation: int = 0) -> dict:
+    event = {"ph": "X", "name": name, "cat": category, "ts": start, "dur": duration, "tid": 1}
+    return {**event, "args": {"correlation": correlation}} if correlation else event
+
+
+def write_trace(path: Path, events: list[dict]) -> Path:
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    return path
+
+
+def test_kernels_belong_to_the_phase_that_launched_them(tmp_path) -> None:
+    step_names = ("ls_train.benchmark.step", "ls_train.benchmark.backward")
+    events = [trace_event(step_names[0], "user_annotation", 100 * i, 60) for i in range(2)]
+    events += [trace_event(step_names[1], "user_annotation", 20, 20)]
+    for number, (launch, start, duration) in enumerate(((10, 50, 10), (30, 55, 10), (50, 80, 5), (110, 130, 5)), 1):
+        events.append(trace_event("cudaLaunchKernel", "cuda_runtime", launch, 1, number))
+        events.append(trace_event(f"k{number}", "kernel", start, duration, number))
+    first, second = trace.read(write_trace(tmp_path / "t.json.gz", events))
+    assert [(k.name, k.start, k.phase) for k in first.kernels] == [
+        ("k1", 0, "forward"),
+        ("k2", 5, "backward"),
+        ("k3", 30, "update"),
+    ]
+    assert (first.period, first.gaps) == (80, 80 - 15 - 5)
+    assert [k.name for k in second.kernels] == ["k4"]
+
+
+def test_kernels_of_a_graph_are_told_apart_by_name(tmp_path) -> None:
+    events = [trace_event("ls_train.benchmark.step", "user_annotation", 0, 60)]
+    events += [trace_event("cudaMemcpyAsync", "cuda_runtime", 5, 1, 1), trace_event("copy", "gpu_memcpy", 6, 1, 1)]
+    events += [trace_event("cudaGraphLaunch", "cuda_runtime", 10, 1, 2)]
+    names = ("attention_fwd_kernel", "cross_entropy_inplace_kernel", "attention_bwd_kernel", "adam_kernel")
+    events += [trace_event(name, "kernel", 20 + i, 1, 2) for i, name in enumerate(names)]
+    (only,) = trace.read(write_trace(tmp_path / "t.json.gz", events))
+    assert [k.phase for k in only.kernels] == ["forward", "forward", "forward", "backward", "update"]
+
+
+@pytest.mark.timeout(400)
+def test_profile(tmp_path) -> None:
+    output = tmp_path / "profile.json"
+    profile_step.main(f"--arch transformer_toy_1e1d --case 64x8 --precision fp32 --output {output}".split())
+    records = json.loads(output.read_text())
+    assert all(record.keys() == KEYS | WHERE for record in records)
+    groups = {r["case"]["group"] for r in records if "group" in r["case"]}
+    assert {"embedding", "update"} <= groups
+    launches = [r["value"] for r in records if r["metric"] == "launches" and r["implementation"] == "ls_train"]
+    whole = [r["value"] for r in records if r["metric"] == "launches" and "group" not in r["case"]]
+    assert sum(launches) == 3 * whole[0], "by group, by kernel and as a whole"
+    assert report.profile_table(records).count("|") > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("void (anonymous namespace)::attention_fwd_kernel<__half>(Args)", "attention"),
+        ("void layer_norm_bwd_kernel<__half, 8>(NormBackward)", "layer norm + dropout + residual"),
+        ("bias_activation_dropout_fwd_kernel", "activation + dropout"),
+        ("cross_entropy_inplace_kernel", "output projection: loss"),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_TNT", "GEMM"),
+        ("adam_prepare_kernel", "update"),
+        ("Memset (Device)", "other: sums, copies, fills"),
+    ],
+)
+def test_groups_of_kernels(name, group) -> None:
+    assert profile_step.group_of(name) == group
+
+
+@needs_fairseq
+@pytest.mark.timeout(400)
+def test_timeline(tmp_path) -> None:
+    output = tmp_path / "timeline.json"
+    sizes = "--arch transformer_toy --max-tokens 256 --precision fp32 --warm-up 1 --sentences 200 --vocabulary 101"
+    timeline.main([*sizes.split(), "--implementation", "ls_train", "--traces", str(tmp_path), "--output", str(output)])
+    records = json.loads(output.read_text())
+    assert all(record.keys() == KEYS | WHERE for record in records)
+    figures = {record["metric"]: record["value"] for record in records}
+    assert min(figures[f"{phase}_busy"] for phase in trace.PHASES) > 0
+    assert figures["launches"] > 10
+    timeline.main(["--traces", str(tmp_path), "--plot", str(tmp_path / "timeline.png")])
+    assert (tmp_path / "timeline.png").stat().st_size > 0
+
+
 def curve_records(name: str, losses: list[float], bleus: list[float]) -> list[dict]:
     records = []
     for seed, (loss, bleu) in enumerate(zip(losses, bleus)):
@@ -197,6 +297,37 @@ def test_curves(tmp_path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 0
 
 
-def test_readme_is_current() -> None:
-    text = report.README.read_text()
-    assert report.updated(text) == text, "run python -m benchmarks.report"
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_pages_are_current(page) -> None:
+    text = page.read_text()
+    assert "<!-- results " in text
+    assert report.updated(text, page) == text, "run python -m benchmarks.report"
+
+
+def test_a_page_without_record_says_how_to_make_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert "No record yet: `python -m benchmarks.layer`" in report.block("layer", "images")
+    with pytest.raises(ValueError, match="'speed'"):
+        report.block("speed", "images")
+
+
+def test_tables_hold_the_values_of_the_records() -> None:
+    place = {"machine": "card", "versions": {"torch": "2"}, "source_hash": "abc"}
+    case = {"arch": "transformer_big_6e6d", "max_tokens": 512, "precision": "fp16"}
+    figures = {"words_per_second": 1234.0, "time": 56.78, "peak_memory": 9.0}
+    slow = {**figures, "words_per_second": 617.0}
+    records = fairseq_wps.records_of(case, {"ls_train": figures, "fairseq_no_cudnn_attention": slow})
+    table = report.wps_table([{**record, **place} for record in records])
+    assert "1,234 (56.8), **2.0 x**" in table
+    assert "617 (56.8)" in table
+    losses = curve_records(curves_summary.PEER, [4.0, 4.0], [20.0, 20.0])
+    losses += curve_records("ls_train", [4.01, 4.01], [20.4, 20.4])
+    table = report.curves_table([*losses, *curves_summary.summary(losses)])
+    assert "4.010 ± 0.000 | +0.25 % (allowed 0.50 %) | 20.400 ± 0.000 | +0.40 (allowed 0.30)" in table
+
+
+def test_pictures_are_drawn_from_records(tmp_path) -> None:
+    case = {"arch": "transformer_big_6e6d", "max_tokens": 512, "precision": "fp16"}
+    figures = {"words_per_second": 1234.0, "time": 56.78, "peak_memory": 9.0}
+    report.plot_words(fairseq_wps.records_of(case, {"ls_train": figures}), tmp_path / "words.png")
+    assert (tmp_path / "words.png").stat().st_size > 0
