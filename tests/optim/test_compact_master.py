@@ -25,25 +25,27 @@ def build(model, compact=True, lr=1e-3):
     return FusedAdam(model.parameters(), lr, weight_decay=0.1, eps_after_correction=False, compact_master=compact)
 
 
+@pytest.mark.timeout(600)
 def test_drift_over_ten_thousand_steps():
     """bfloat16: none, in no bit. float16: none from 2^-16 on, below it at most half of 2^-39 a step."""
     steps, size, slow = 10_000, 128, 32
     generator = torch.Generator().manual_seed(2)
     # Numbers that all types have, so that one run with float32 parameters is what both are compared with. The first
-    # slot starts at 0 and moves so slowly that it stays where float16 has no more than 2^-39.
+    # weights start at 0 and, with an eps of 1, move so slowly that they stay where float16 has no more than 2^-39.
     start = (0.02 * torch.randn(size, generator=generator)).bfloat16().float()
     start[:slow] = 0
     gradients = (torch.randn(97, size, generator=generator) * 16).round() / 16
-    segments, group = torch.tensor([0, slow, size]), torch.tensor([0, 1], dtype=torch.int32)
-    hyper = torch.tensor([[0.9, 0.98, 1e-8, 0.1, 0.0, 0.0]] * 2, dtype=torch.float64)
-    count, update = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    gradients[:, :slow] *= 2.0**-12
+    segments, group = torch.tensor([0, size]), torch.zeros(1, dtype=torch.int32)
+    hyper = torch.tensor([[0.9, 0.98, 1.0, 0.1, 0.0, 0.0]], dtype=torch.float64)
+    count, update = torch.zeros(1, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
     runs = {}
     for dtype in (torch.float32, *NARROW):
         param, moments = start.clone().to(dtype), (torch.zeros(size), torch.zeros(size))
         remainder = None if dtype == torch.float32 else torch.zeros(size, dtype=torch.int16)
         for step in range(steps):
             count.fill_(step + 1)
-            hyper[:, 4] = torch.tensor([1e-7, 1e-3]) / (1 + step / 100)
+            hyper[0, 4] = 1e-3 / (1 + step / 100)
             common = (segments, group, count, None, hyper, update, None, None, remainder, True, True, False)
             torch.ops.ls_train.adam(param, None, *moments, gradients[step % 97].to(dtype), *common)
         runs[dtype] = (param if remainder is None else join_master(param, remainder), *moments)
