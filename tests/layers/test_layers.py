@@ -8,7 +8,7 @@ from ls_train.layers.cross_kv import cross_kv
 from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
 from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
 from ls_train.packing import Packing
-from ls_train.testing import device_types
+from ls_train.testing import device_types, devices
 from tests.layers.comparison import assert_matches
 from tests.layers.plain import plain_layer
 
@@ -112,6 +112,24 @@ def test_any_size_that_is_a_multiple_of_the_heads(size, heads):
     layer = LSTransformerDecoderLayer(embed_dim=size, num_heads=heads, ffn_dim=11, **rates)
     target, source = packings("cpu")
     compare(layer, torch.randn(11, size), torch.randn(14, size), torch.tensor([5]), target, source)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
+def test_head_dims(head_dim, device):
+    rates = {"dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2}
+    layer = LSTransformerDecoderLayer(embed_dim=2 * head_dim, num_heads=2, ffn_dim=24, **rates).to(device)
+    target, source = packings(device)
+    x, memory = (torch.randn(rows, 2 * head_dim, device=device) for rows in (11, 14))
+    compare(layer, x, memory, torch.tensor([5], device=device), target, source)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_sequences_of_4096_tokens(device):
+    layer = build(LSTransformerDecoderLayer, device, torch.float32)
+    target, source = (Packing.from_lengths(torch.tensor([n]), n, torch.device(device)) for n in (4096, 61))
+    x, memory = (torch.randn(packing.max_length, 12, device=device) for packing in (target, source))
+    compare(layer, x, memory, None, target, source)
 
 
 def test_decoder_only_layer_is_causal():
