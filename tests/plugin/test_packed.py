@@ -80,8 +80,9 @@ def wmt_batches(max_tokens, count):
     longest = np.maximum(source, target)
     batches, start = [], 0
     while start < len(order):
-        end = start + 1
-        while end < len(order) and longest[order[start : end + 1]].max() * (end + 1 - start) <= max_tokens:
+        end, most = start, 0
+        while end < len(order) and max(most, longest[order[end]]) * (end + 1 - start) <= max_tokens:
+            most = max(most, longest[order[end]])
             end += 1
         if end - start > 8:
             end -= (end - start) % 8
