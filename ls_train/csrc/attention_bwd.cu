@@ -1,5 +1,5 @@
 // Attention backward on tensor cores: dk, dv and, where one block holds all keys of a sequence, dq; and the launcher of
-// every backward.
+// every backward. Long sequences with heads of up to 64 have their own kernels in attention_bwd_long.cu.
 //
 // A block owns the keys and values of one sequence and head (up to 128 at head size 64; a part of 64 or 32 when there
 // are more, then attention_bwd_dq.cu makes dq) and goes through the queries in tiles of up to 64. For each tile:
@@ -276,6 +276,7 @@ cudaError_t attention_bwd(const TensorRef& dq, const TensorRef& dk, const Tensor
   const cudaError_t error = tensor_core_memory(memory_limit, a.dim, {&q, &k, &v, &out, &dout, &dq, &dk, &dv});
   if (error != cudaSuccess) return error;
   if (memory_limit == 0) return attention_bwd_plain(a, q.dtype, max_q, max_k, stream);
+  if (is_long(a, max_q, max_k)) return attention_bwd_long(a, q.dtype, max_q, max_k, stream);
   return dispatch_half_type(q.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     return dispatch_dim(a.dim, [&](auto dim) {

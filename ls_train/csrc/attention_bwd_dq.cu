@@ -1,4 +1,5 @@
-// Attention backward on tensor cores for keys that do not fit one block: the gradient of the queries.
+// Attention backward on tensor cores for keys that do not fit one block, heads of more than 64: gradient of the
+// queries.
 //
 // As the forward: a block owns up to 64 queries of one sequence and head, a warp 16 of them, and chunks of 32 keys and
 // values pass by. Also leaves the rows' sums of dout * out for the kernel that makes dk and dv (attention_bwd.cu).
@@ -13,26 +14,6 @@ constexpr int kMaxWarps = 4;
 
 // ---------------------------------------------------------------------------------------------------------------
 // Kernel
-
-template <int kDim, class T>
-__device__ __forceinline__ float row_sum(const Attention& a, int64_t row, int head) {
-  const int quad = threadIdx.x % 4;
-  const T* out = a.out.at<const T>(row, head);
-  const T* dout = a.dout.at<const T>(row, head);
-  float sum = 0.f;
-#pragma unroll
-  for (int column = 0; column < kDim; column += 32) {
-    const int c = column + quad * 8;
-    if (c < a.dim) {
-      float y[8], dy[8];
-      load_floats<8>(out + c, y);
-      load_floats<8>(dout + c, dy);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum += y[i] * dy[i];
-    }
-  }
-  return row_reduce<Sum>(sum);
-}
 
 template <class T, int kDim>
 __global__ void __launch_bounds__(kMaxWarps* kWarp) attention_bwd_dq_kernel(Attention a) {

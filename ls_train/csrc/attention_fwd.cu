@@ -1,4 +1,5 @@
-// Attention forward on tensor cores, and the launcher of every forward.
+// Attention forward on tensor cores, and the launcher of every forward. Long sequences with heads of up to 64 have
+// their own kernel in attention_fwd_long.cu.
 //
 // A block owns up to 128 queries of one sequence and head, a warp 16 of them; translation lengths are one block of
 // one to eight warps, and several blocks a multiprocessor keep the copies of some in flight while others compute. Keys
@@ -131,6 +132,7 @@ cudaError_t attention_fwd(const TensorRef& out, const TensorRef& lse, const Tens
   const cudaError_t error = tensor_core_memory(memory_limit, a.dim, {&q, &k, &v, &out});
   if (error != cudaSuccess) return error;
   if (memory_limit == 0) return attention_fwd_plain(a, q.dtype, max_q, stream);
+  if (is_long(a, max_q, max_k)) return attention_fwd_long(a, q.dtype, max_q, stream);
   return dispatch_half_type(q.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     return dispatch_dim(

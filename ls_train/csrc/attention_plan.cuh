@@ -80,6 +80,19 @@ cudaError_t dispatch_dim(int dim, Body&& body) {
   return body(std::integral_constant<int, 256>());
 }
 
+// Longest sequences up to here, in queries and keys, fit one block that holds all of a sequence and head; beyond, heads
+// of up to kLongDim have their own kernels (attention_long.cuh).
+constexpr int kShortLength = 64;
+constexpr int kLongDim = 64;
+
+// The running maximum of the long forward is of unscaled scores, hence the sign.
+inline bool is_long(const Attention& a, int64_t max_q, int64_t max_k) {
+  return a.dim <= kLongDim && std::max(max_q, max_k) > kShortLength && a.scale > 0.f;
+}
+
+cudaError_t attention_fwd_long(const Attention& a, DType dtype, int64_t max_q, cudaStream_t stream);
+cudaError_t attention_bwd_long(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, cudaStream_t stream);
+
 // dq and the row sums of dout * out, in attention_bwd_dq.cu.
 cudaError_t attention_bwd_dq(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, int memory_limit,
                              cudaStream_t stream);

@@ -180,6 +180,27 @@ __device__ __forceinline__ float row_reduce(float x) {
   return warp_reduce<Op, 4>(x);
 }
 
+// dout * out of a packed row, computed by the four lanes that share it.
+template <int kDim, class T>
+__device__ __forceinline__ float row_sum(const Attention& a, int64_t row, int head) {
+  const int quad = threadIdx.x % 4;
+  const T* out = a.out.at<const T>(row, head);
+  const T* dout = a.dout.at<const T>(row, head);
+  float sum = 0.f;
+#pragma unroll
+  for (int column = 0; column < kDim; column += 32) {
+    const int c = column + quad * 8;
+    if (c < a.dim) {
+      float y[8], dy[8];
+      load_floats<8>(out + c, y);
+      load_floats<8>(dout + c, dy);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum += y[i] * dy[i];
+    }
+  }
+  return row_reduce<Sum>(sum);
+}
+
 // Dropout of a chunk of keys for rows g and g + 8 of a warp: bit 8 * h + i for the i-th element of row g + 8 * h that
 // this thread has in its accumulators. Drawn before the wait for a chunk, the generator's long chain costs no time.
 struct KeepRows {
@@ -188,14 +209,20 @@ struct KeepRows {
   __device__ __forceinline__ bool operator()(int h, int i) const { return bits >> (h * 8 + i) & 1; }
 };
 
+// Bit i of the result decides lane i. Lanes 2t and 2t + 1 are halves of a word: they move together.
+__device__ __forceinline__ unsigned keep_byte(const Keep8& lanes) {
+  unsigned pairs = 0;  // even lanes in bits 0, 2, 4, 6, odd ones 16 above them
+#pragma unroll
+  for (int t = 0; t < 4; ++t) pairs |= lanes.word[t] >> (15 - 2 * t) & 0x10001u << (2 * t);
+  return (pairs | pairs >> 15) & 0xffu;
+}
+
 __device__ __forceinline__ KeepRows keep_rows(const DropoutKey& dropout, int64_t row, int head, int chunk) {
   if (!dropout.active()) return {0xffffu};
   KeepRows keep = {0};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const Keep8 lanes = keep8_attention(dropout, row + h * 8, head, chunk, threadIdx.x % 4);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) keep.bits |= static_cast<unsigned>(lanes[i]) << (h * 8 + i);
+    keep.bits |= keep_byte(keep8_attention(dropout, row + h * 8, head, chunk, threadIdx.x % 4)) << (h * 8);
   }
   return keep;
 }

@@ -15,7 +15,8 @@ from ls_train.testing import assert_accurate, assert_matches_torch
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run, seed_tensor
 
 SEED, OFFSET = 11, 4
-# (query lengths, key lengths, heads, head size): one token, empty sequences, odd sizes, several 32-key blocks.
+# (query lengths, key lengths, heads, head size): one token, empty sequences, odd sizes, several 32-key blocks. Beyond
+# 64 tokens heads of up to 64 have their own kernels on a GPU.
 CASES = {
     "one token": ((1,), (1,), 1, 8),
     "self": ((5, 1, 7), (5, 1, 7), 2, 16),
@@ -23,9 +24,19 @@ CASES = {
     "no keys": ((3, 0, 4), (2, 5, 0), 2, 8),
     "odd sizes": ((7, 13), (11, 13), 3, 5),
     "long": ((70, 33), (70, 97), 1, 64),
+    "long, narrow heads": ((65, 0, 130, 1), (65, 3, 130, 0), 2, 24),
+    "long, wide heads": ((70, 33), (70, 97), 1, 80),
+    "many stages": ((150, 20, 257), (90, 129, 257), 1, 40),
+    "few queries, many keys": ((30, 5), (250, 64), 2, 64),
+    "many queries, few keys": ((250, 64), (30, 5), 2, 64),
     "no queries": ((0, 0), (3, 4), 2, 8),
     "empty batch": ((), (), 2, 8),
 }
+
+
+SLACK = 80
+"""Added to the longest length it chooses the kernels of long sequences."""
+on_every_path = pytest.mark.parametrize("slack", [0, SLACK])
 
 
 def cumulative(lengths: tuple[int, ...], device: str) -> Tensor:
@@ -145,7 +156,8 @@ def test_rounded_sizes_and_poisoned_rows(device: str, dtype: torch.dtype) -> Non
 
 
 @on_every_type
-def test_mask_is_the_reference_mask(device: str, dtype: torch.dtype) -> None:
+@on_every_path
+def test_mask_is_the_reference_mask(slack: int, device: str, dtype: torch.dtype) -> None:
     """With equal scores and one-hot values the output shows the mask; it belongs to packed row, head and key only."""
     heads, width = 2, 64
 
@@ -154,7 +166,7 @@ def test_mask_is_the_reference_mask(device: str, dtype: torch.dtype) -> None:
         q = torch.zeros(rows, heads, width, device=device, dtype=dtype)
         v = torch.cat([torch.eye(n, width, device=device, dtype=dtype) for n in lengths])[:, None].repeat(1, heads, 1)
         cu = cumulative(lengths, device)
-        longest = max(lengths)
+        longest = max(lengths) + slack
         out = attention(q, q, v, cu, cu, longest, longest, p=0.5, seed=seed_tensor(seed, device), offset=offset)
         return [(part[:, :, :n] != 0).cpu() for part, n in zip(out.split(lengths), lengths, strict=True)]
 
@@ -175,12 +187,13 @@ def test_mask_is_the_reference_mask(device: str, dtype: torch.dtype) -> None:
 
 
 @on_every_type
-def test_large_logits(device: str, dtype: torch.dtype) -> None:
+@on_every_path
+def test_large_logits(slack: int, device: str, dtype: torch.dtype) -> None:
     lengths = (9, 4)
     q, k, v = torch.randn(3, 13, 2, 16).to(device, dtype).unbind()
     q = (q * 300).requires_grad_()  # scores up to about 1e4 before the scale of 10 below
     cu = cumulative(lengths, device)
-    out = attention(q, k, v, cu, cu, 9, 9, scale=10.0)
+    out = attention(q, k, v, cu, cu, 9 + slack, 9 + slack, scale=10.0)
     (grad,) = torch.autograd.grad(out.sum(), q)
     assert grad.isfinite().all()
     assert out.isfinite().all()
@@ -193,18 +206,34 @@ def test_large_logits(device: str, dtype: torch.dtype) -> None:
 
 
 @on_every_type
-def test_logarithm_of_the_sums(device: str, dtype: torch.dtype) -> None:
+@on_every_path
+def test_logarithm_of_the_sums(slack: int, device: str, dtype: torch.dtype) -> None:
     """lse is the natural logarithm before dropout, -inf without keys and zero in unused rows."""
     q, k, v = torch.randn(3, 8, 2, 16, device=device).to(dtype).unbind()
     out = torch.empty_like(q)
     lse = torch.empty(8, 2, dtype=statistics_dtype(dtype), device=device)
     cu_q, cu_k = cumulative((4, 3), device), cumulative((8, 0), device)
     seed = seed_tensor(1, device)
-    torch.ops.ls_train.attention_fwd(out, lse, q, k, v, cu_q, cu_k, seed, 4, 8, False, 0.5, 0.9, 0)
+    torch.ops.ls_train.attention_fwd(out, lse, q, k, v, cu_q, cu_k, seed, 4 + slack, 8 + slack, False, 0.5, 0.9, 0)
     reference = torch.einsum("ihd,jhd->ihj", q.double(), k.double()).mul(0.5).logsumexp(-1)
     reference[4:7] = float("-inf")
     reference[7:] = 0
     assert_accurate(lse, reference, lse.dtype)
+
+
+@on_every_type
+@pytest.mark.parametrize("scale", [0.0, -0.25])
+def test_scales_that_are_not_positive(scale: float, device: str, dtype: torch.dtype) -> None:
+    """Scores times a scale are those of scaled queries, whatever its sign; long sequences too."""
+    lengths = (70, 3)
+    q, k, v = torch.randn(3, 73, 2, 16, device=device).to(dtype).unbind()
+    cu = cumulative(lengths, device)
+    factor = scale * 16**0.5  # a power of two or zero: exact
+    assert_matches_torch(
+        lambda q, k, v: attention(q, k, v, cu, cu, 70, 70, True, scale=scale),
+        lambda q, k, v: native(q * factor, k, v, lengths, lengths, True),
+        (q, k, v),
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
