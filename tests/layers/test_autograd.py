@@ -223,6 +223,29 @@ def test_two_models_in_one_process():
         assert_equal_gradients(gradients(model), expected)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams are the GPU's")
+def test_two_models_on_two_streams():
+    """Their kernels overlap, so scratch that both used would show in the gradients."""
+    models = [transformer("cuda", pre_layer_norm=pre, hidden_size=256) for pre in (True, False)]
+    expected = []
+    for model in models:
+        loss_of(model).backward()
+        expected.append(gradients(model))
+        model.zero_grad()
+    streams = [torch.cuda.Stream() for _ in models]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for model, stream in zip(models, streams, strict=True):
+            with torch.cuda.stream(stream):
+                model.zero_grad()
+                torch.cuda._sleep(1_000_000)
+                loss_of(model).backward()
+    torch.cuda.synchronize()
+    for model, values in zip(models, expected, strict=True):
+        for name, value in gradients(model).items():
+            assert torch.equal(value, values[name]), name
+
+
 def test_gradient_of_the_kv_chain_is_not_copied():
     """Layers of one chain write their slices of one buffer; a gradient from elsewhere is added, not overwritten."""
     layers = [LSTransformerDecoderLayer(embed_dim=16, num_heads=4, dropout=0.0).eval() for _ in range(3)]
