@@ -26,7 +26,7 @@ export PATH := $(abspath $(dir $(shell command -v $(PY) || echo $(PY)))):$(PATH)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak lint format cuda-check gpu-test bench clean
+.PHONY: help install demo test soak lint format cuda-check gpu-test bench benchmark report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,14 @@ gpu-test: $(READY)  ## run the operator and layer tests on a machine with a GPU
 
 bench: $(READY)  ## time operator OP on a GPU: make bench OP=layer_norm
 	$(PY) -m tests.kernels.bench $(OP) $(ARGS)
+
+benchmark: $(READY)  ## whole steps and training runs on a GPU against PyTorch and fairseq, then the tables
+	$(PY) -m benchmarks.step --quick
+	$(PY) -m benchmarks.fairseq_wps --quick
+	$(PY) -m benchmarks.report
+
+report: $(READY)  ## write the tables and pictures of README and docs from benchmarks/results
+	$(PY) -m benchmarks.report
 
 clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist *.egg-info examples/wmt14/work
