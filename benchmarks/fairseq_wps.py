@@ -126,14 +126,16 @@ def figures(output: str, run: Run) -> dict[str, float]:
     }
 
 
-def measured(runs: Sequence[Run], data: Path, limit: float) -> Iterator[tuple[Run, dict[str, float]]]:
+def measured(
+    runs: Sequence[Run], data: Path, limit: float, start_limit: float
+) -> Iterator[tuple[Run, dict[str, float]]]:
     """Start ``runs`` together, measure one after another, yield each with its figures; print and skip what fails."""
     with contextlib.ExitStack() as stack:
         ranks = {}
         for run in runs:
             arguments = ["-m", "benchmarks.fairseq_process", run.implementation, *arguments_of(data, run)]
             ranks[run] = [stack.enter_context(Prepared(arguments, extra)) for extra in environments(run.gpus)]
-        for run, outputs in in_turn(ranks, limit, start_limit=limit):
+        for run, outputs in in_turn(ranks, limit, start_limit):
             try:
                 yield run, figures(outputs[0], run)
             except RuntimeError as error:
@@ -224,6 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="folder of the data-bin: made if it is missing, and kept")
     parser.add_argument("--group", type=int, default=12, help="runs that start up together (%(default)s)")
     parser.add_argument("--limit", type=float, default=120, help="seconds a run may take (%(default)s)")
+    parser.add_argument("--start-limit", type=float, default=240, help="seconds a group may start up (%(default)s)")
     parser.add_argument("--append", action="store_true", help="keep other cases' records in the output file")
     parser.add_argument("--output", type=Path, default=RESULTS / "fairseq_wps.json")
     options = parser.parse_args(argv)
@@ -238,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
             write_data(data, options.sentences, options.vocabulary)
         runs = _runs(options)
         for i in range(0, len(runs), options.group):
-            for run, metrics in measured(runs[i : i + options.group], data, options.limit):
+            for run, metrics in measured(runs[i : i + options.group], data, options.limit, options.start_limit):
                 results[run] = metrics
                 line = " | ".join(f"{metric} {value:.1f}" for metric, value in metrics.items())
                 print(f"{time.monotonic() - start:5.0f} s  {run}: {line}", flush=True)
