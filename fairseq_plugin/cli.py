@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fairseq_plugin import compat, user_dir
-from fairseq_plugin.errors import report
+from fairseq_plugin.errors import UserError, report
 
 
 def train(argv: Sequence[str] | None = None) -> None:
@@ -70,8 +70,40 @@ def hydra_train(argv: Sequence[str] | None = None) -> None:
 
 def score(argv: Sequence[str] | None = None) -> None:
     """Run ``fairseq-score``; ``--sacrebleu`` works with the sacrebleu of today as well."""
+    from fairseq_cli.score import get_parser
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _reported():
+        _check_score(get_parser().parse_args(arguments))
     with compat.sacrebleu_reads_files():
-        _call("fairseq_cli.score", list(sys.argv[1:] if argv is None else argv))
+        _call("fairseq_cli.score", arguments)
+
+
+def _check_score(options: Any) -> None:
+    """Refuse files that give no score, or one of other sentences than the user thinks.
+
+    Raises:
+        UserError: a file is empty, or the two differ in their number of lines, or ``--order`` is not 1 to 4.
+        OSError: a file cannot be read.
+    """
+    if not 1 <= options.order <= 4:
+        raise UserError(f"--order {options.order}: must be between 1 and 4")
+    counts = {}
+    for name, path in (("--sys", options.sys), ("--ref", options.ref)):
+        if name == "--sys" and path == "-":
+            continue
+        with open(path, encoding="utf-8") as stream:
+            try:
+                counts[name] = sum(1 for _ in stream)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{name} {path}: not UTF-8 text ({error})") from None
+        if not counts[name]:
+            raise UserError(f"{name} {path}: the file is empty, there is nothing to score")
+    if len(set(counts.values())) > 1:
+        raise UserError(
+            f"--sys {options.sys} has {counts['--sys']} lines but --ref {options.ref} has {counts['--ref']}; give one "
+            "line a sentence in both, in the same order"
+        )
 
 
 def _run(module: str, argv: Sequence[str] | None) -> None:

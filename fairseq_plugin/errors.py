@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import traceback
+from pathlib import Path
 
 import torch
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 
 class UserError(Exception):
     """A mistake in what the user gave; the message names the option or file, the value, and what to do."""
+
+
+# What fairseq raises with a text for the user.
+_TOLD = (AssertionError, ValueError, ImportError, NotImplementedError)
 
 
 def report(error: BaseException) -> int:
@@ -40,13 +48,45 @@ def _known(error: BaseException) -> str | None:
         return f"{error}, or raise --max-source-positions, --max-target-positions or --tokens-per-sample"
     if type(error) is RuntimeError and not error.args and _raised_by(error) == "parse_args_and_arch":
         return "no architecture is chosen; give one with --arch, --arch ls_transformer for example"
+    if type(error) is KeyError and error.args == (None,) and _raised_by(error) == "parse_args_and_arch":
+        return "no task is chosen; give that of the training with --task, --task translation for example"
+    if type(error) is KeyError and _raised_by(error) in ("get_valid_stats", "validate"):
+        return f"--best-checkpoint-metric {error.args[0]}: validation logs no such value; loss and ppl always exist"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"a text file is not UTF-8 ({error}); convert it, with iconv for example"
+    told = isinstance(error, _TOLD) or type(error) is Exception
+    if told and error.args and _raised_by_fairseq(error):
+        return str(error)
+    if isinstance(error, FileExistsError) and error.args:
+        return f"{error.args[0]}: exists already; remove it or give another folder"
+    if isinstance(error, OSError) and len(error.args) == 1:
+        return str(error)
+    if isinstance(error, (OmegaConfBaseException, HydraException)):
+        return f"the options do not fit together: {error}"
+    option = _parsed_option(error)
+    if option is not None:
+        return f"{option}: not a value of this option ({error})"
     if isinstance(error, torch.multiprocessing.ProcessRaisedException):
         for kind, meaning in ((UserError, str), (FloatingPointError, _not_finite)):
             found = re.findall(rf"^(?:[\w.]+\.)?{kind.__name__}: (.*)$", str(error), re.MULTILINE)
             if found:
                 return meaning(found[-1])
+    return None
+
+
+def _raised_by_fairseq(error: BaseException) -> bool:
+    """Return whether a function of fairseq itself raised ``error``, so that its message is about the options."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and not {"fairseq", "fairseq_cli"}.isdisjoint(Path(frames[-1].filename).parts)
+
+
+def _parsed_option(error: BaseException) -> str | None:
+    """Return option and value where ``error`` was raised while argparse converted a value, else None."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_get_value" and frame.f_code.co_filename == argparse.__file__:
+            return f"{frame.f_locals['action'].option_strings[-1]} {frame.f_locals['arg_string']}"
     return None
 
 

@@ -54,6 +54,10 @@ class FusedModel:
         """
         refuse(args)
         check_values(args)
+        for name in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
+            if isinstance(getattr(args, name, None), list):
+                # fairseq's parser makes lists of them, of which its models and checkpoints expect the text.
+                setattr(args, name, ",".join(map(str, getattr(args, name))))
         model = cls.build_parts(args, task)
         causes = reference_causes(model)
         if causes and not _step_reports:

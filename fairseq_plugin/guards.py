@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fairseq_plugin import fused_model, save_dir
+from fairseq_plugin import fused_model, option_values, save_dir
 from fairseq_plugin.errors import UserError, report
 
 __all__ = ["UserError", "check_data_folders", "check_dataset", "check_precision", "install", "report"]
@@ -31,6 +31,7 @@ def install() -> None:
 
     if getattr(tasks.setup_task, "checked", False):
         return
+    option_values.install()
     add_defaults = initialize.add_defaults
     initialize.add_defaults = _checking_config(add_defaults)
     for name in ("fairseq_cli.train", "fairseq_cli.hydra_train", "__main__"):
@@ -38,6 +39,7 @@ def install() -> None:
         module = sys.modules.get(name)
         if getattr(module, "add_defaults", None) is add_defaults:
             module.add_defaults = initialize.add_defaults
+    tasks.FairseqTask.build_generator = _checking_language_model(tasks.FairseqTask.build_generator)
     tasks.setup_task = _checking_data_folder(tasks.setup_task)
     Dictionary.add_from_file = _naming_dictionary(Dictionary.add_from_file)
     data_utils.load_indexed_dataset = _checking_dataset(data_utils.load_indexed_dataset)
@@ -95,6 +97,22 @@ def _checking_data_folder(setup_task: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     checked.checked = True
+    return checked
+
+
+def _checking_language_model(build_generator: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build_generator)
+    def checked(self: Any, models: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        from fairseq.models import FairseqLanguageModel
+
+        extra = kwargs.get("extra_gen_cls_kwargs") or {}
+        model = extra.get("lm_model")
+        if model is not None and not isinstance(model, FairseqLanguageModel):
+            raise UserError(
+                f"--lm-path {getattr(args, 'lm_path', '')}: holds a {type(model).__name__}, which is no language model"
+            )
+        return build_generator(self, models, args, *rest, **kwargs)
+
     return checked
 
 

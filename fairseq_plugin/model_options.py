@@ -7,11 +7,14 @@ decoder, named in the one logged line that tells the causes. Options that neithe
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 from fairseq.data import Dictionary
+from omegaconf import OmegaConf
 
+from fairseq_plugin import option_values
 from fairseq_plugin.errors import UserError
 from ls_train.layers.config import TransformerConfig
 
@@ -94,6 +97,10 @@ def _refusing(call_main: Callable[..., None]) -> Callable[..., None]:
         if name.startswith("ls_"):
             for section in (cfg.common, cfg.distributed_training):
                 refuse(section)
+        # What the parser of a command was not asked: hydra's configuration, and options of plain fairseq's commands.
+        option_values.check(
+            cfg[name] for name in cfg if OmegaConf.is_dict(cfg[name]) or isinstance(cfg[name], Namespace)
+        )
         call_main(cfg, main, **kwargs)
 
     checked.refuses = True
