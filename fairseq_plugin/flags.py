@@ -32,8 +32,10 @@ _DECIDED = "tests/plugin/test_decided_flags.py::test_training"
 _GENERATION = "tests/plugin/test_parity.py::test_generation"
 _ALTERNATIVES = "tests/plugin/test_flag_lists.py::test_steps_aside"
 _LAUNCHERS = "tests/plugin/test_launchers.py"
+_EFFECTS = "tests/plugin/test_flag_effects.py"
+_COMMANDS = "tests/plugin/test_command_flags.py"
+_SHARDS = f"{_COMMANDS}::test_shards"
 _RANKS = "tests/plugin/test_data_parallel.py::test_equals_one_process"
-_SPAWNED = "tests/plugin/test_ranks.py::test_ranks_of_a_launcher_and_their_resume"
 _REFUSED = "tests/plugin/test_bad_options.py::test_refused"
 _LATER = "the training step runs as fairseq's own"
 
@@ -105,8 +107,10 @@ HONOURED: tuple[Group, ...] = (
     _group(
         "by fairseq's schedulers, whose rates reach the device",
         _DECIDED,
-        "min-lr t-mult lr-period-updates lr-shrink force-anneal end-learning-rate power total-num-update stop-min-lr",
+        "min-lr t-mult lr-period-updates lr-shrink end-learning-rate power total-num-update",
     ),
+    _group("by fairseq's schedulers, whose rates reach the device", f"{_EFFECTS}::test_rates", "force-anneal"),
+    _group("by fairseq's training loop", f"{_EFFECTS}::test_smallest_rate_ends_training", "stop-min-lr"),
     _group(
         "by fairseq, which makes the same batches as without the plugin",
         _COMBINATIONS,
@@ -115,22 +119,65 @@ HONOURED: tuple[Group, ...] = (
     ),
     _group(
         "by fairseq, which reads the data before the plugin sees a batch",
-        f"{_COMBINATIONS}, with the defaults",
-        "required-seq-len-multiple dataset-impl data-buffer-size train-subset valid-subset gen-subset "
-        "combine-valid-subsets ignore-unused-valid-subsets curriculum num-shards shard-id grouped-shuffling "
-        "update-epoch-batch-itr update-ordered-indices-seed source-lang target-lang load-alignments left-pad-target "
-        "upsample-primary truncate-source use-plasma-view plasma-path fixed-validation-seed task",
+        f"{_EFFECTS}::test_data",
+        "required-seq-len-multiple curriculum left-pad-target truncate-source load-alignments",
+    ),
+    _group("by fairseq, which reads the data", f"{_EFFECTS}::test_upsampling", "upsample-primary"),
+    _group("by fairseq, which orders the data", f"{_EFFECTS}::test_order_of_an_epoch", "update-ordered-indices-seed"),
+    _group(
+        "by fairseq, which reads the data",
+        "tests/plugin/test_decided_flags.py::test_generation",
+        "dataset-impl gen-subset source-lang target-lang",
+    ),
+    _group("by fairseq's eval-lm; fairseq's other commands take no notice", _SHARDS, "num-shards shard-id"),
+    _group(
+        "by fairseq; the user's tasks as well",
+        f"{_LAUNCHERS}::TestUserDir::test_users_folder_is_imported_beside_ours",
+        "task",
     ),
     _group(
         "by fairseq's training loop, where nothing of the plugin's is under way",
-        "tests/plugin/test_trainer_loop.py::test_loop_sees_exact_numbers, the kind",
-        "max-epoch validate-interval validate-after-updates max-tokens-valid batch-size-valid max-valid-steps patience",
+        f"{_EFFECTS}::test_subsets_and_validation",
+        "train-subset valid-subset ignore-unused-valid-subsets max-epoch validate-interval max-tokens-valid "
+        "batch-size-valid max-valid-steps log-file",
+    ),
+    _group("by fairseq's training loop", f"{_EFFECTS}::test_joined_validation", "combine-valid-subsets"),
+    _group(
+        "by fairseq's training loop, where nothing of the plugin's is under way",
+        f"{_EFFECTS}::test_no_validation_before",
+        "validate-after-updates",
+    ),
+    _group(
+        "by fairseq's training loop, where nothing of the plugin's is under way",
+        "tests/plugin/test_trainer_loop.py::test_loop_sees_exact_numbers",
+        "patience",
     ),
     _group(
         "by fairseq, from the numbers that the plugin's step returns",
-        f"{_LAUNCHERS}::TestTrain::test_log_lines_are_fairseqs",
-        "log-file aim-repo aim-run-hash tensorboard-logdir wandb-project azureml-logging reset-logging profile "
-        "suppress-crashes",
+        f"{_LAUNCHERS}::TestTrain::test_tensorboard_folder",
+        "tensorboard-logdir",
+    ),
+    _group(
+        "handed to fairseq with its value unchanged, and no more is tested: what fairseq does with it needs packages "
+        "that the tests do not have (wandb, aim, plasma, azureml), a GPU's profiler or several nodes, or concerns code "
+        "around the plugin only, or has no effect on these models, as in fairseq (speech, multilingual and iterative "
+        "decoding)",
+        "tests/plugin/test_flags_to_fairseq.py::test_value_is_that_of_plain_fairseq",
+        "aim-repo aim-run-hash wandb-project azureml-logging reset-logging suppress-crashes profile plasma-path "
+        "use-plasma-view data-buffer-size fixed-validation-seed load-checkpoint-on-all-dp-ranks "
+        "write-checkpoints-asynchronously checkpoint-shard-count nprocs-per-node fix-batches-to-gpus "
+        "distributed-num-procs distributed-port local_rank find-unused-parameters gradient-as-bucket-view "
+        "broadcast-buffers fast-stat-sync "
+        "all-gather-list-size grouped-shuffling update-epoch-batch-itr eval-bleu-detok-args eval-tokenized-bleu "
+        "eval-bleu-remove-bpe pad eos unk beam-mt max-len-a-mt max-len-b-mt lenpen-mt print-step "
+        "iter-decode-eos-penalty iter-decode-max-iter iter-decode-force-max-iter iter-decode-with-beam "
+        "iter-decode-with-external-reranker retain-iter-history decoding-format no-early-stop no-beamable-mm sacrebleu "
+        "eos-token tokenizer",
+    ),
+    _group(
+        "without effect, as in fairseq, whose parser overwrites it",
+        "tests/plugin/test_flags_to_fairseq.py::test_seed_flag",
+        "no-seed-provided",
     ),
     _group(
         "the user's folder is imported beside the plugin",
@@ -140,43 +187,25 @@ HONOURED: tuple[Group, ...] = (
     _group(
         "by fairseq: a BLEU score of the model that is being trained",
         "tests/plugin/test_parity.py::test_bleu_while_training",
-        "eval-bleu eval-bleu-args eval-bleu-detok eval-bleu-detok-args eval-tokenized-bleu eval-bleu-remove-bpe "
-        "eval-bleu-print-samples best-checkpoint-metric maximize-best-checkpoint-metric",
+        "eval-bleu eval-bleu-args eval-bleu-detok eval-bleu-print-samples best-checkpoint-metric "
+        "maximize-best-checkpoint-metric",
     ),
     _group(
-        "by fairseq; files are written whole and read with an allow-list",
-        "tests/plugin/test_bad_input.py::TestCheckpoints",
-        "restore-file no-epoch-checkpoints",
-    ),
-    _group(
-        "by fairseq; state of either optimizer is converted",
-        "tests/plugin/test_checkpoint.py::TestBothWays",
-        "finetune-from-model reset-dataloader reset-lr-scheduler reset-meters reset-optimizer optimizer-overrides "
-        "continue-once no-save-optimizer-state checkpoint-suffix checkpoint-shard-count "
-        "load-checkpoint-on-all-dp-ranks",
+        "by fairseq; files are read with an allow-list, and state of either optimizer is converted",
+        f"{_EFFECTS}::test_starting_from_a_checkpoint",
+        "restore-file finetune-from-model reset-dataloader reset-lr-scheduler reset-meters reset-optimizer "
+        "optimizer-overrides continue-once",
     ),
     _group(
         "by fairseq; files are written whole",
-        "tests/plugin/test_checkpoint_files.py::TestFiles",
+        f"{_EFFECTS}::test_files",
         "save-interval keep-interval-updates keep-interval-updates-pattern keep-last-epochs keep-best-checkpoints "
-        "no-last-checkpoints write-checkpoints-asynchronously",
+        "no-last-checkpoints no-epoch-checkpoints no-save-optimizer-state checkpoint-suffix",
     ),
     _group(
         "by fairseq; the plugin sums the gradients itself with these two kinds of backend",
         _RANKS,
-        "distributed-world-size distributed-backend distributed-init-method",
-    ),
-    _group(
-        "by fairseq, which starts the ranks",
-        _SPAWNED,
-        "distributed-num-procs distributed-rank distributed-port local_rank distributed-no-spawn "
-        "nprocs-per-node fix-batches-to-gpus",
-    ),
-    _group(
-        "needs nothing: unused parameters, views and statistics are part of the plugin's sum; the model has no buffers "
-        "to send",
-        _RANKS,
-        "find-unused-parameters gradient-as-bucket-view broadcast-buffers fast-stat-sync all-gather-list-size",
+        "distributed-world-size distributed-backend distributed-init-method distributed-rank distributed-no-spawn",
     ),
     _group(
         "by fairseq's generator, which calls the plugin's decoder",
@@ -197,17 +226,15 @@ HONOURED: tuple[Group, ...] = (
     ),
     _group(
         "by fairseq, around or after the search",
-        f"{_GENERATION}, the kind",
-        "post-process quiet results-path no-early-stop no-beamable-mm sacrebleu scoring tokenizer bpe lm-path "
-        "lm-weight no-seed-provided eos-token skip-invalid-size-inputs-valid-test pad eos unk sacrebleu-tokenizer "
+        f"{_COMMANDS}::test_generation_around_the_search",
+        "post-process results-path scoring bpe skip-invalid-size-inputs-valid-test sacrebleu-tokenizer "
         "sacrebleu-lowercase sacrebleu-char-level",
     ),
+    _group("by fairseq, after the search", f"{_COMMANDS}::test_quiet_generation", "quiet"),
     _group(
-        "without effect on these models, as in fairseq: for speech, multilingual or iterative decoding",
-        f"{_GENERATION}, with the defaults",
-        "beam-mt max-len-a-mt max-len-b-mt lenpen-mt print-step iter-decode-eos-penalty iter-decode-max-iter "
-        "iter-decode-force-max-iter iter-decode-with-beam iter-decode-with-external-reranker retain-iter-history "
-        "decoding-format",
+        "by fairseq's generator",
+        f"{_COMMANDS}::test_language_model_beside_the_decoder",
+        "lm-path lm-weight",
     ),
     _group("by fairseq's command", f"{_LAUNCHERS}::TestEvaluation::test_interactive", "buffer-size input"),
     _group(
@@ -217,10 +244,11 @@ HONOURED: tuple[Group, ...] = (
     ),
     _group(
         "by fairseq's task, which makes the batches",
-        "tests/plugin/test_language_model.py::test_fifty_updates, with the defaults",
-        "output-dictionary-size self-target future-target past-target add-bos-token shorten-method "
-        "shorten-data-split-list pad-to-fixed-length pad-to-fixed-bsz",
+        f"{_EFFECTS}::test_language_model_data",
+        "add-bos-token shorten-method shorten-data-split-list pad-to-fixed-length pad-to-fixed-bsz",
     ),
+    _group("by fairseq's task", f"{_EFFECTS}::test_output_dictionary", "output-dictionary-size"),
+    _group("the only target of these models", f"{_EFFECTS}::test_future_target", "future-target"),
     _group(
         "by fairseq's command",
         "tests/plugin/test_language_model.py::test_eval_lm",
@@ -229,8 +257,12 @@ HONOURED: tuple[Group, ...] = (
     _group(
         "by fairseq's command, byte for byte",
         f"{_LAUNCHERS}::TestEvaluation::test_preprocess_writes_the_same_bytes",
-        "trainpref validpref testpref align-suffix destdir thresholdtgt thresholdsrc tgtdict srcdict nwordstgt "
-        "nwordssrc alignfile joined-dictionary only-source padding-factor workers dict-only",
+        "trainpref validpref testpref destdir joined-dictionary nwordstgt nwordssrc workers",
+    ),
+    _group(
+        "by fairseq's command, byte for byte",
+        f"{_COMMANDS}::test_preprocessing",
+        "align-suffix thresholdtgt thresholdsrc tgtdict srcdict alignfile only-source padding-factor dict-only",
     ),
 )
 """Flags that are followed by the plugin's code, or by fairseq's before and after it."""
@@ -291,6 +323,11 @@ REFUSED: tuple[Group, ...] = (
         "the fused decoder generates without dropout; use --model-overrides to generate with fairseq's layers",
         _REFUSED,
         "retain-dropout retain-dropout-modules",
+    ),
+    _group(
+        "the Transformer language models predict the next word only, fairseq's as well; drop the flag",
+        f"{_EFFECTS}::test_other_targets",
+        "self-target past-target",
     ),
 )
 """Flags that end the program with one line, which names the flag and what to do instead."""

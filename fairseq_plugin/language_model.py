@@ -24,6 +24,7 @@ from fairseq.models.transformer_lm import (
 from torch import Tensor
 
 from fairseq_plugin.decoder import LSTransformerDecoder
+from fairseq_plugin.errors import UserError
 from fairseq_plugin.fused_model import FusedModel, as_reference
 from fairseq_plugin.model_options import decoder_reasons
 from ls_train.packing import Packing
@@ -39,7 +40,17 @@ class LSTransformerLanguageModel(FusedModel, TransformerLanguageModel):
 
     @classmethod
     def build_parts(cls, args: Any, task: Any) -> LSTransformerLanguageModel:
-        """Return the model with the fused decoder, or with fairseq's own where an option asks for it."""
+        """Return the model with the fused decoder, or with fairseq's own where an option asks for it.
+
+        Raises:
+            UserError: the task asks for other targets than the next word.
+        """
+        for target in getattr(task, "targets", None) or ():
+            if target != "future":
+                raise UserError(
+                    f"--{target}-target: the Transformer language models, fairseq's as well, predict the next word "
+                    "only; drop the flag"
+                )
         reasons = _reasons(args)
         if reasons:
             model = super().build_parts(args, task)

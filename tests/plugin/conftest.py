@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -217,3 +218,20 @@ def train_arguments(data_bin) -> list[object]:
         *("--warmup-updates", 10, "--criterion", "ls_label_smoothed_cross_entropy", "--label-smoothing", 0.1),
         *("--num-workers", 0, "--log-format", "simple", "--required-batch-size-multiple", 1),
     ]
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory, run_cli, plain):
+    """Binary data of 60 training pairs, which are the second validation set too, and 20 others; with alignments."""
+    text, folder = tmp_path_factory.mktemp("small"), tmp_path_factory.mktemp("smallbin")
+    write_subset(text, {"train": 60, "valid": 20}, longest=12)
+    for split in ("train", "valid"):
+        pairs = [(text / f"{split}.{side}").read_text().splitlines() for side in ("en", "de")]
+        links = [f"0-0 {len(a.split()) - 1}-{len(b.split()) - 1}" for a, b in zip(*pairs)]
+        (text / f"{split}.align").write_text("\n".join(links) + "\n")
+    arguments = ["--source-lang", "en", "--target-lang", "de", "--joined-dictionary", "--destdir", folder]
+    arguments += ["--trainpref", text / "train", "--validpref", text / "valid", "--align-suffix", "align"]
+    run_cli(plain["preprocess"], *arguments, "--workers", 1).check()
+    for path in folder.glob("train.*en-de*"):
+        shutil.copy(path, folder / path.name.replace("train", "valid1", 1))
+    return folder
