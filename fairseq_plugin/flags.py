@@ -77,8 +77,14 @@ HONOURED: tuple[Group, ...] = (
     _group(
         "the plugin's training step follows it",
         "tests/plugin/test_trainer_loop.py::test_loop_sees_exact_numbers",
-        "max-update log-interval save-interval-updates validate-interval-updates stop-time-hours",
+        "max-update save-interval-updates validate-interval-updates",
     ),
+    _group(
+        "the plugin's training step follows it",
+        f"{_LAUNCHERS}::TestTrain::test_log_lines_are_fairseqs",
+        "log-interval",
+    ),
+    _group("the plugin's training step follows it", f"{_EFFECTS}::test_time_limit", "stop-time-hours"),
     _group(
         "the plugin's training step follows it",
         "tests/plugin/test_mixed_precision.py::test_losses_equal_fairseqs",
@@ -86,8 +92,13 @@ HONOURED: tuple[Group, ...] = (
     ),
     _group(
         "the loss scale on the device follows it",
-        "tests/plugin/test_optimizer.py::test_loss_scale_on_the_device_equals_the_wrapper",
-        "fp16-init-scale fp16-scale-window fp16-scale-tolerance threshold-loss-scale",
+        f"{_EFFECTS}::test_loss_scales",
+        "fp16-init-scale fp16-scale-window threshold-loss-scale",
+    ),
+    _group(
+        "the loss scale on the device follows it",
+        "tests/kernels/test_loss_scale_update.py::test_one_update",
+        "fp16-scale-tolerance",
     ),
     _group(
         "the loss scale on the device follows it",
@@ -95,9 +106,9 @@ HONOURED: tuple[Group, ...] = (
         "min-loss-scale",
     ),
     _group(
-        "needs nothing: the plugin's step has no copies to flatten, and token ids have no precision to convert",
-        "tests/plugin/test_bad_input.py::TestTraining",
-        "fp16-no-flatten-grads on-cpu-convert-precision",
+        "needs nothing: the plugin's step has no copies to flatten",
+        "tests/plugin/test_mixed_precision.py::test_losses_equal_fairseqs",
+        "fp16-no-flatten-grads",
     ),
     _group(
         "learning rates reach the device as fairseq's schedulers set them",
@@ -172,7 +183,7 @@ HONOURED: tuple[Group, ...] = (
         "eval-bleu-remove-bpe pad eos unk beam-mt max-len-a-mt max-len-b-mt lenpen-mt print-step "
         "iter-decode-eos-penalty iter-decode-max-iter iter-decode-force-max-iter iter-decode-with-beam "
         "iter-decode-with-external-reranker retain-iter-history decoding-format no-early-stop no-beamable-mm sacrebleu "
-        "eos-token tokenizer",
+        "eos-token tokenizer on-cpu-convert-precision ema-seed-model",
     ),
     _group(
         "without effect, as in fairseq, whose parser overwrites it",
@@ -236,7 +247,7 @@ HONOURED: tuple[Group, ...] = (
         f"{_COMMANDS}::test_language_model_beside_the_decoder",
         "lm-path lm-weight",
     ),
-    _group("by fairseq's command", f"{_LAUNCHERS}::TestEvaluation::test_interactive", "buffer-size input"),
+    _group("by fairseq's command", f"{_COMMANDS}::test_input_file", "buffer-size input"),
     _group(
         "by fairseq's task; the plugin's language models",
         "tests/plugin/test_language_model.py::test_fifty_updates",
@@ -252,7 +263,12 @@ HONOURED: tuple[Group, ...] = (
     _group(
         "by fairseq's command",
         "tests/plugin/test_language_model.py::test_eval_lm",
-        "output-word-probs output-word-stats context-window softmax-batch",
+        "context-window",
+    ),
+    _group(
+        "by fairseq's command",
+        f"{_COMMANDS}::test_words_of_eval_lm",
+        "output-word-probs output-word-stats softmax-batch",
     ),
     _group(
         "by fairseq's command, byte for byte",
@@ -295,7 +311,7 @@ REFERENCE: tuple[Group, ...] = (
     _group(
         _LATER,
         "tests/plugin/test_decided_flags.py::test_moving_average",
-        "store-ema ema-decay ema-start-update ema-seed-model ema-update-freq ema-fp32",
+        "store-ema ema-decay ema-start-update ema-update-freq ema-fp32",
     ),
     _group(
         f"{_LATER}, which unscales twice with --amp", _DECIDED, "amp amp-batch-retries amp-init-scale amp-scale-window"

@@ -131,6 +131,28 @@ def test_language_model_beside_the_decoder(run_cli, plain, language_model, trans
     assert re.findall(r"^H-\d+\t(\S+)", alone, re.MULTILINE) != re.findall(r"^H-\d+\t(\S+)", logs[0], re.MULTILINE)
 
 
+def test_input_file(run_cli, plain, data_bin, translating, tmp_path):
+    (tmp_path / "text").write_text("the system\nthis is a test\nof the package\n")
+    common = [data_bin, "--cpu", "--input", tmp_path / "text", "--buffer-size", 2, "--beam", 2, "--max-len-b", 6]
+    sides = ((cli.interactive, "ours.pt"), (plain["interactive"], "checkpoint_last.pt"))
+    jobs = [run_cli.start(main, *common, "--path", translating / name) for main, name in sides]
+    ours, theirs = (job.wait(120).check().out for job in jobs)
+    assert printed(ours, "SHD") == printed(theirs, "SHD")
+    assert len(printed(ours, "H")) == 3
+
+
+def test_words_of_eval_lm(run_cli, language_model):
+    """With our model and with fairseq's: the same words, in pieces of the softmax too."""
+    common = [language_model, "--cpu", "--path", language_model / "checkpoint_last.pt", "--max-tokens", 400]
+    common += ["--required-batch-size-multiple", 1, "--tokens-per-sample", 32, "--output-word-probs"]
+    common += ["--output-word-stats", "--softmax-batch", 16]
+    overrides = ["--model-overrides", "{'model': {'_name': 'ls_transformer_lm'}}"]
+    logs = [run_cli(cli.eval_lm, *common, *extra).check().out for extra in ([], overrides)]
+    words = [re.findall(r"(\S+) \[-?[\d.]+\]", log) for log in logs]
+    assert words[0] == words[1] != []
+    assert all("avg_prob" in log or "WordStat" in log or re.search(r"\d+\t\d", log) for log in logs)
+
+
 def test_shards(run_cli, language_model):
     """``lightseq-eval-lm`` on halves of the text: together as many words as the whole."""
     common = [language_model, "--cpu", "--path", language_model / "checkpoint_last.pt", "--max-tokens", 400]

@@ -12,6 +12,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_plugin import checkpoint_io, cli
 from tests.plugin.flag_data import FAIRSEQS, OURS, copy_split, train_words
 from tests.plugin.test_bad_input import assert_refused
+from tests.plugin.test_trainer_loop import without_gpu
 from tests.plugin.training_log import losses, precise
 
 PAD = 1
@@ -176,6 +177,41 @@ def test_smallest_rate_ends_training(run_cli, plain, small, tmp_path):
     for log in logs:
         assert "stopping training because current learning rate" in log
         assert int(float(json.loads(re.findall(r"\| train \| (\{.*\})", log)[-1])["epoch"])) < 9
+
+
+def test_time_limit(run_cli, plain, small, tmp_path):
+    flags = ["--stop-time-hours", 1e-9, "--max-epoch", 3, "--no-save", "--disable-validation"]
+    logs = both(run_cli, plain, small, tmp_path, *flags)
+    assert len(same_losses(logs)) == 1
+    assert all("stop_time_hours" in log for log in logs)
+
+
+SCALES = {
+    "window 3": ["--fp16-scale-window", 3],
+    "window 5": ["--fp16-scale-window", 5],
+    # 16384 overflows here, 8192 does not.
+    "threshold": ["--fp16-scale-window", 3, "--threshold-loss-scale", 9000],
+    "start": ["--fp16-scale-window", 3, "--fp16-init-scale", 2**12],
+}
+
+
+def test_loss_scales(run_cli, plain, small, tmp_path):
+    """The scale of every update is that of fairseq's own step, and every flag changes it."""
+    fixed = ["--memory-efficient-fp16", "--fp16-init-scale", 2**20, "--max-update", 10, "--batch-size", 4, "--no-save"]
+    fixed += ["--disable-validation"]
+    found = {}
+    for name, flags in SCALES.items():
+        sides = ((cli.train, OURS), (plain["train"], FAIRSEQS))
+        jobs = [
+            run_cli.start(
+                without_gpu(main), *train_words(small, *names, *fixed, *flags, "--save-dir", tmp_path / names[1])
+            )
+            for main, names in sides
+        ]
+        ours, theirs = (steps(job.wait(120).check().out, "loss_scale") for job in jobs)
+        assert ours == theirs != []
+        found[name] = ours
+    assert len({tuple(scales) for scales in found.values()}) == len(SCALES), found
 
 
 def names(folder):

@@ -32,6 +32,8 @@ TRAIN = {
     "--distributed-num-procs": 3,
     "--distributed-port": 1234,
     "--local_rank": 2,
+    "--on-cpu-convert-precision": True,
+    "--ema-seed-model": "seed.pt",
     "--data-buffer-size": 7,
     "--fixed-validation-seed": 11,
     "--load-checkpoint-on-all-dp-ranks": True,

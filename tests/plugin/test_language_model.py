@@ -96,7 +96,7 @@ def test_equals_fairseq(options):
         {"adaptive_softmax_cutoff": "8,16"},
         {"character_embeddings": True},
         {"decoder_input_dim": 16},
-        {"scale_fc": True},
+        *({name: True} for name in ("scale_fc", "scale_attn", "scale_heads", "scale_resids")),
     ],
     ids=lambda options: next(iter(options)),
 )

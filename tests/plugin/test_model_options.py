@@ -17,6 +17,14 @@ from fairseq_plugin.criterion import LSCrossEntropyCriterion
 from fairseq_plugin.errors import UserError
 from tests.plugin.tiny_models import TINY, Task, batch, build, dictionary, loss_of, pair
 
+# Options of the reference path that do nothing by themselves.
+SAY_MORE = frozenset(
+    {
+        *("adaptive_softmax_dropout", "adaptive_softmax_factor", "tie_adaptive_proj", "tie_adaptive_weights"),
+        *("base_shuffle", "base_sublayers", "min_params_to_wrap", "quant_noise_pq_block_size"),
+    }
+)
+
 
 class StepTask(FairseqTask):
     """As much of a task as a training step asks."""
@@ -123,6 +131,33 @@ class TestOptions:
         ARCH_CONFIG_REGISTRY["ls_transformer"](args)
         cfg = TransformerConfig.from_namespace(args)
         assert model_options.encoder_reasons(cfg) == model_options.decoder_reasons(cfg) == []
+
+    @pytest.mark.parametrize("name", sorted(model_options.REFERENCE - SAY_MORE))
+    def test_reference_ones_are_named(self, name):
+        values = {"activation_fn": "tanh", "adaptive_softmax_cutoff": "10,20", "base_layers": 1}
+        values |= {"decoder_output_dim": 16, "quant_noise_pq": 0.1, "quant_noise_scalar": 0.1}
+        values |= {f"{side}_xformers_att_config": '{"name": "linformer"}' for side in ("encoder", "decoder")}
+        args = argparse.Namespace(**{**TINY, name: values.get(name, True)})
+        ARCH_CONFIG_REGISTRY["ls_transformer"](args)
+        cfg = TransformerConfig.from_namespace(args)
+        reasons = {*model_options.encoder_reasons(cfg), *model_options.decoder_reasons(cfg)}
+        assert [reason.split()[0] for reason in reasons] == [f"--{name.replace('_', '-')}"]
+
+    def test_the_others_only_say_more(self):
+        args = argparse.Namespace(**TINY, **dict.fromkeys(SAY_MORE, 1))
+        ARCH_CONFIG_REGISTRY["ls_transformer"](args)
+        cfg = TransformerConfig.from_namespace(args)
+        assert model_options.encoder_reasons(cfg) == model_options.decoder_reasons(cfg) == []
+
+    @pytest.mark.parametrize("side", ["encoder", "decoder"])
+    def test_embeddings_of_a_file(self, side, tmp_path):
+        numbers = [[float(10 * row + column) for column in range(32)] for row in range(2)]
+        lines = [f"w{row} {' '.join(map(str, values))}" for row, values in enumerate(numbers)]
+        (tmp_path / "table").write_text("\n".join(["2 32", *lines]) + "\n")
+        ours, theirs = pair(**{f"{side}_embed_path": str(tmp_path / "table")})
+        tables = [getattr(model, side).embed_tokens.weight for model in (ours, theirs)]
+        assert torch.equal(*tables)
+        assert tables[0][4:6].tolist() == numbers
 
     @pytest.mark.parametrize(
         "name, advice", [("tpu", "fairseq's arch"), ("pipeline_model_parallel", "pipeline_parallel_transformer")]
