@@ -338,23 +338,6 @@ class TestTraining:
         setattr(common, flag, True)
         guards.check_precision(common, gpu=False)
 
-    def test_our_arch_without_the_plugin(self, run_cli, short, tmp_path):
-        """Plain fairseq refuses the name; nothing of ours is there to say more."""
-
-        def without_plugin():
-            import fairseq.models as models
-            from fairseq_cli.train import cli_main
-
-            for registry in (models.ARCH_MODEL_REGISTRY, models.ARCH_CONFIG_REGISTRY):
-                for name in [name for name in registry if name.startswith("ls_")]:
-                    del registry[name]
-            cli_main()
-
-        result = run_cli(without_plugin, *short, "--save-dir", tmp_path / "save", "--max-update", 1)
-        assert result.code == 2
-        assert "invalid choice: 'ls_transformer_tiny'" in result.err
-        assert not (tmp_path / "save").exists()
-
 
 class TestReport:
     def test_known_errors_are_one_line(self, capsys):
