@@ -5,7 +5,8 @@
   one even parameter, one more than 16 bits can tell apart.
 - float16 rounds to nearest even, and the remainder counts units of 2^-15 of the parameter's spacing. The pair holds
   every float32 number between 2^-16 and 65504, and below 2^-16 the multiples of 2^-39: a number there changes by at
-  most 2^-40 each time it is stored. Where the parameter is infinite or NaN, the master is too.
+  most 2^-40 each time it is stored. Where the parameter is infinite, the master is too.
+- Every NaN is stored as the parameter 0x7fff and the remainder 0: processors make NaNs of other signs and payloads.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ SMALLEST_EXACT = {torch.bfloat16: 0.0, torch.float16: 2.0**-16}
 _SIGN, _MAGNITUDE = -0x80000000, 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _FINEST = 2.0**-39
+_NAN = 0x7FFF
 _COARSE_BELOW = SMALLEST_EXACT[torch.float16]
 
 
@@ -40,12 +42,13 @@ def split_master(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype == torch.bfloat16:
         bits = master.contiguous().view(torch.int32)
         nan = (bits & _MAGNITUDE) > _INFINITY
-        high = torch.where(nan, bits | 0x7FFFFF, (bits & _SIGN) | ((bits & _MAGNITUDE) + 0x8000)) >> 16
-        return high.short().view(dtype), torch.where(nan, 0, bits).short()
+        high = ((bits & _SIGN) | ((bits & _MAGNITUDE) + 0x8000)) >> 16
+        return high.short().masked_fill_(nan, _NAN).view(dtype), torch.where(nan, 0, bits).short()
     if dtype == torch.float16:
         # What can be stored is rounded to the parameter, so that whoever reads the pair finds the same parameter again.
         master = torch.where(master.abs() < _COARSE_BELOW, (master / _FINEST).round() * _FINEST, master)
         param = master.to(dtype).contiguous()
+        param.view(torch.int16).masked_fill_(master.isnan(), _NAN)
         steps = (master - param.float()) * _unit(param).reciprocal()
         return param, torch.where(param.isfinite(), steps, 0).short()
     raise TypeError(f"dtype = {dtype} has no remainder; use torch.float16 or torch.bfloat16")

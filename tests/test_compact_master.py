@@ -52,6 +52,17 @@ def test_float16_beyond_its_range(value):
 
 
 @pytest.mark.parametrize("dtype", NARROW)
+def test_every_nan_is_stored_alike(dtype):
+    """Quiet and signalling ones of both signs, those that an overflow of the rounding would make numbers included."""
+    bits = torch.tensor([0x7F800001, 0x7F80FFFF, 0x7FC00000, 0x7FFF7FFF, 0x7FFF8000, 0x7FFFFFFF])
+    master = torch.cat([bits, bits - 2**31]).repeat(9).int().view(torch.float32)  # long enough for vector instructions
+    param, remainder = split_master(master, dtype)
+    assert bool((param.view(torch.int16) == 0x7FFF).all())
+    assert not remainder.any()
+    assert bool(join_master(param, remainder).isnan().all())
+
+
+@pytest.mark.parametrize("dtype", NARROW)
 def test_parameter_is_the_nearest_number(dtype):
     """It is torch's rounding, but for bfloat16 at ties, where it is the number away from zero, equally near."""
     master = numbers()

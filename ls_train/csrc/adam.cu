@@ -192,11 +192,11 @@ cudaError_t adam_prepare(const TensorRef& segment_step, const TensorRef& update,
   return cudaGetLastError();
 }
 
-cudaError_t adam(const TensorRef& param, const TensorRef& master, const TensorRef& exp_avg, const TensorRef& exp_avg_sq,
-                 const TensorRef& grad, const TensorRef& segments, const TensorRef& segment_group,
-                 const TensorRef& segment_step, const TensorRef& active, const TensorRef& hyper,
-                 const TensorRef& update, const TensorRef& grad_scale, const TensorRef& found_inf,
-                 const TensorRef& remainder, bool decoupled_decay, bool bias_correction, bool eps_after_correction,
+cudaError_t adam(const TensorRef& param, const TensorRef& master, const TensorRef& remainder, const TensorRef& exp_avg,
+                 const TensorRef& exp_avg_sq, const TensorRef& grad, const TensorRef& segments,
+                 const TensorRef& segment_group, const TensorRef& segment_step, const TensorRef& active,
+                 const TensorRef& hyper, const TensorRef& update, const TensorRef& grad_scale,
+                 const TensorRef& found_inf, bool decoupled_decay, bool bias_correction, bool eps_after_correction,
                  cudaStream_t stream) {
   return dispatch_type(param.dtype, [&](auto type) {
     using T = typename decltype(type)::type;

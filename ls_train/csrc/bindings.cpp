@@ -592,6 +592,7 @@ struct Adam {
   static constexpr auto launch = &ls_train::adam;
   static constexpr Argument arguments[] = {floating("param", "E"),
                                            optional(float32("master", "E")),
+                                           optional({"remainder", Type::kInt16, "E"}),
                                            float32("exp_avg", "E"),
                                            float32("exp_avg_sq", "E"),
                                            floating("grad", "E"),
@@ -602,8 +603,7 @@ struct Adam {
                                            {"hyper", Type::kFloat64, "G6"},
                                            int64("update", "2"),
                                            optional(float32("grad_scale", "1")),
-                                           optional(float32("found_inf", "1")),
-                                           optional({"remainder", Type::kInt16, "E"})};
+                                           optional(float32("found_inf", "1"))};
 
   template <class Named, class... Arguments>
   static void check(const Call& call, const Named& t, const Arguments&...) {

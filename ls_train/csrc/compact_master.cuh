@@ -9,7 +9,7 @@ __device__ __forceinline__ void split_master(float master, bfloat16& param, int1
   const uint32_t bits = __float_as_uint(master);
   const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
   // To nearest, ties away from zero. The largest magnitudes carry into the exponent, never into the sign.
-  const uint32_t rounded = nan ? bits | 0x7fffffu : bits + 0x8000u;
+  const uint32_t rounded = nan ? 0x7fffffffu : bits + 0x8000u;
   param = __ushort_as_bfloat16(static_cast<unsigned short>(rounded >> 16));
   remainder = static_cast<int16_t>(nan ? 0u : bits & 0xffffu);
 }
@@ -27,7 +27,7 @@ __device__ __forceinline__ unsigned exponent_of(half x) { return max((__half_as_
 __device__ __forceinline__ void split_master(float master, half& param, int16_t& remainder) {
   // What can be stored is rounded to the parameter, so that whoever reads the pair finds the same parameter again.
   if (fabsf(master) < 0x1p-16f) master = rintf(master * 0x1p39f) * 0x1p-39f;
-  param = __float2half_rn(master);
+  param = __float2half_rn(master);  // of every NaN, 0x7fff
   const unsigned exponent = exponent_of(param);
   const float per_unit = __uint_as_float((2 * 127u - 87u - exponent) << 23);
   const int steps = __float2int_rn((master - __half2float(param)) * per_unit);

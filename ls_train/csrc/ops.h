@@ -114,11 +114,11 @@ cudaError_t adam_prepare(const TensorRef& segment_step, const TensorRef& update,
                          const TensorRef& multiplier, double max_norm, cudaStream_t stream);
 // param, grad: (n,) T; master, exp_avg, exp_avg_sq: (n,) float; remainder: (n,) int16 instead of master;
 // segment_group: (S,) int32; hyper: (G, 6) double
-cudaError_t adam(const TensorRef& param, const TensorRef& master, const TensorRef& exp_avg, const TensorRef& exp_avg_sq,
-                 const TensorRef& grad, const TensorRef& segments, const TensorRef& segment_group,
-                 const TensorRef& segment_step, const TensorRef& active, const TensorRef& hyper,
-                 const TensorRef& update, const TensorRef& grad_scale, const TensorRef& found_inf,
-                 const TensorRef& remainder, bool decoupled_decay, bool bias_correction, bool eps_after_correction,
+cudaError_t adam(const TensorRef& param, const TensorRef& master, const TensorRef& remainder, const TensorRef& exp_avg,
+                 const TensorRef& exp_avg_sq, const TensorRef& grad, const TensorRef& segments,
+                 const TensorRef& segment_group, const TensorRef& segment_step, const TensorRef& active,
+                 const TensorRef& hyper, const TensorRef& update, const TensorRef& grad_scale,
+                 const TensorRef& found_inf, bool decoupled_decay, bool bias_correction, bool eps_after_correction,
                  cudaStream_t stream);
 // scale, exhausted, found_inf: (1,) float; counters: (4,) int64
 cudaError_t loss_scale_update(const TensorRef& scale, const TensorRef& counters, const TensorRef& exhausted,

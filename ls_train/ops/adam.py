@@ -33,9 +33,9 @@ define(
 )
 define(
     "adam",
-    "(Tensor(a!) param, Tensor(b!)? master, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor grad, Tensor segments,"
-    " Tensor segment_group, Tensor segment_step, Tensor? active, Tensor hyper, Tensor update, Tensor? grad_scale,"
-    " Tensor? found_inf, Tensor(e!)? remainder, bool decoupled_decay, bool bias_correction,"
+    "(Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? remainder, Tensor(d!) exp_avg, Tensor(e!) exp_avg_sq,"
+    " Tensor grad, Tensor segments, Tensor segment_group, Tensor segment_step, Tensor? active, Tensor hyper,"
+    " Tensor update, Tensor? grad_scale, Tensor? found_inf, bool decoupled_decay, bool bias_correction,"
     " bool eps_after_correction) -> ()",
 )
 
@@ -68,6 +68,7 @@ def _prepare(
 def _adam(
     param: Tensor,
     master: Tensor | None,
+    remainder: Tensor | None,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     grad: Tensor,
@@ -79,7 +80,6 @@ def _adam(
     update: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    remainder: Tensor | None,
     decoupled_decay: bool,
     bias_correction: bool,
     eps_after_correction: bool,
@@ -87,6 +87,7 @@ def _adam(
     _check_adam(
         param,
         master,
+        remainder,
         exp_avg,
         exp_avg_sq,
         grad,
@@ -98,7 +99,6 @@ def _adam(
         update,
         grad_scale,
         found_inf,
-        remainder,
     )
     if found_inf is not None and float(found_inf) > 0:
         return
@@ -227,8 +227,8 @@ def adam(
         TypeError: a dtype does not fit.
         ValueError: a shape, device or memory layout does not fit.
     """
-    tensors = (param, master, exp_avg, exp_avg_sq, grad, segments, segment_group, segment_step, active, hyper, update)
-    tensors += (grad_scale, found_inf, remainder)
+    tensors = (param, master, remainder, exp_avg, exp_avg_sq, grad, segments, segment_group, segment_step, active)
+    tensors += (hyper, update, grad_scale, found_inf)
     _check_adam(*tensors)
     torch.ops.ls_train.adam(*tensors, decoupled_decay, bias_correction, eps_after_correction)
 
@@ -257,6 +257,7 @@ def _check_prepare(
 def _check_adam(
     param: Tensor,
     master: Tensor | None,
+    remainder: Tensor | None,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     grad: Tensor,
@@ -268,7 +269,6 @@ def _check_adam(
     update: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    remainder: Tensor | None,
 ) -> None:
     arguments = Arguments("adam", "param", param, 1)
     wide = param.element_size() > 2

@@ -124,6 +124,7 @@ class Moments:
         torch.ops.ls_train.adam(
             buffer.data,
             self.master,
+            self.remainder,
             self.exp_avg,
             self.exp_avg_sq,
             buffer.grad,
@@ -135,7 +136,6 @@ class Moments:
             self._update,
             self._grad_scale,
             found_inf,
-            self.remainder,
             form.decoupled_weight_decay,
             form.bias_correction,
             form.eps_after_correction,

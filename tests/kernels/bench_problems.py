@@ -315,7 +315,7 @@ def adam(b: Buffers, parameters: int, _: int) -> Problem:
     group = torch.zeros(1, dtype=torch.int32, device=b.device)
     step, update = torch.ones(1, dtype=torch.int64, device=b.device), torch.ones(2, dtype=torch.int64, device=b.device)
     hyper = torch.tensor([[0.9, 0.98, 1e-8, 1e-4, 5e-4, 5e-4]], dtype=torch.float64, device=b.device)
-    state = (param, master, *moments, grad, segments, group, step, None, hyper, update, None, None, None)
+    state = (param, master, None, *moments, grad, segments, group, step, None, hyper, update, None, None)
     wide = param.float(), grad.float(), torch.zeros_like(moments[0]), torch.zeros_like(moments[0])
     count = torch.ones((), device=b.device)
 

@@ -308,7 +308,7 @@ def test_compact_master_of_every_size_and_after_an_overflow(device: str, dtype: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_compact_masters_of_the_kernel_are_the_references(dtype: torch.dtype) -> None:
-    """A step that moves nothing: every kind of number, NaN and infinities included, comes back with the same bits."""
+    """A step that moves nothing leaves the same bits of every kind of number, ties, subnormal ones and NaN included."""
     kinds = torch.tensor([0.0, -0.0, 1e-45, 3.4e38, -65520.0, float("inf"), -float("inf"), float("nan"), 1 + 2**-8])
     bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0))
     master = torch.cat([kinds, bits.int().view(torch.float32)])

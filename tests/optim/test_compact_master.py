@@ -46,8 +46,8 @@ def test_drift_over_ten_thousand_steps():
         for step in range(steps):
             count.fill_(step + 1)
             hyper[0, 4] = 1e-3 / (1 + step / 100)
-            common = (segments, group, count, None, hyper, update, None, None, remainder, True, True, False)
-            torch.ops.ls_train.adam(param, None, *moments, gradients[step % 97].to(dtype), *common)
+            common = (segments, group, count, None, hyper, update, None, None, True, True, False)
+            torch.ops.ls_train.adam(param, None, remainder, *moments, gradients[step % 97].to(dtype), *common)
         runs[dtype] = (param if remainder is None else join_master(param, remainder), *moments)
         if remainder is not None:
             assert torch.equal(param, split_master(runs[dtype][0], dtype)[0])
