@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ls_train.compact_master import rounds_to
+
 KEY = "ls_train"
 MASTERS = "masters"
 SCALER_COUNTERS = (
@@ -97,7 +99,8 @@ def restore_optimizer_extras(optimizer: Any, extras: dict[str, Any]) -> None:
     """Put back what :func:`optimizer_extras` returned.
 
     A master counts where it still rounds to the model's weight: in a file whose weights were changed afterwards, by
-    averaging say, it is that of another model, and the one fairseq has rebuilt stays.
+    averaging say, it is that of another model, and the one fairseq has rebuilt stays. Halfway between two weights it
+    may round to either: compact masters and fairseq's differ there.
     """
     scaler = getattr(optimizer, "scaler", None)
     if isinstance(scaler, torch.amp.GradScaler):
@@ -109,8 +112,8 @@ def restore_optimizer_extras(optimizer: Any, extras: dict[str, Any]) -> None:
     pairs, saved = list(_masters(optimizer)), extras.get(MASTERS, [])
     if len(saved) == len(pairs):
         for new, (master, kind) in zip(saved, pairs):
-            new = new.to(master).view_as(master)
-            master.data.copy_(torch.where(new.to(kind).float() == master, new, master))
+            new, weight = new.to(master).view_as(master), master.to(kind)
+            master.data.copy_(torch.where((weight.float() == master) & rounds_to(new, weight), new, master))
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[Tensor, torch.dtype]]:

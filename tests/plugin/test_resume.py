@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fairseq_plugin import checkpoint_io, cli, export, resume
+from ls_train.compact_master import split_master
 from tests.plugin.checkpoint_bits import assert_same_bits
 
 UPDATES = 9
@@ -131,3 +132,16 @@ def test_masters_of_another_model_are_not_taken():
     optimizer = SimpleNamespace(fp16_params=[half], fp32_params=[torch.nn.Parameter(half.float())], scaler=None)
     resume.restore_optimizer_extras(optimizer, {resume.MASTERS: [torch.tensor([1.0001, 2.5])]})
     assert optimizer.fp32_params[0].tolist() == pytest.approx([1.0001, 2.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("compact", [False, True])
+def test_masters_halfway_between_two_weights_are_taken(compact, dtype):
+    """Whichever of the two the run before rounded to, with float32 masters or compact ones."""
+    weights = torch.tensor([1.0, 1.5, 2.0, -1.0, -3.0]).to(dtype)
+    above = torch.nextafter(weights, torch.full_like(weights, float("inf")))
+    masters = (weights.float() + above.float()) / 2
+    half = split_master(masters, dtype)[0] if compact else masters.to(dtype)
+    optimizer = SimpleNamespace(fp16_params=[half], fp32_params=[torch.nn.Parameter(half.float())], scaler=None)
+    resume.restore_optimizer_extras(optimizer, {resume.MASTERS: [masters]})
+    assert torch.equal(optimizer.fp32_params[0], masters)
