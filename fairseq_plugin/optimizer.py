@@ -44,8 +44,8 @@ class _FairseqFusedAdam(FusedAdam):
 
 
 _GRAPH_HELP = (
-    "replay training steps as CUDA graphs, one for each of a few levels of batch sizes: on, off or auto, which is on "
-    "wherever the plugin's own training step runs on a GPU"
+    "replay training steps as CUDA graphs, one for each of a few levels of batch sizes: on, off or auto (the "
+    "default), which is on wherever the plugin's own training step runs on a GPU"
 )
 _COMPACT_HELP = (
     "keep the float32 masters of 16-bit parameters as 16 bits beside them, which saves 2 bytes a parameter and some "
@@ -55,7 +55,7 @@ _COMPACT_HELP = (
 LSAdamConfig = make_dataclass(
     "LSAdamConfig",
     [
-        ("ls_cuda_graph", ChoiceEnum(["auto", "on", "off"]), field(default="off", metadata={"help": _GRAPH_HELP})),
+        ("ls_cuda_graph", ChoiceEnum(["auto", "on", "off"]), field(default="auto", metadata={"help": _GRAPH_HELP})),
         ("ls_compact_master", bool, field(default=False, metadata={"help": _COMPACT_HELP})),
     ],
     bases=(FairseqAdamConfig,),

@@ -103,8 +103,11 @@ def test_obstacles_are_named(start, caplog):  # noqa: F811
     line = "--ls-cuda-graph on: steps run without graphs because of training on the CPU, --checkpoint-activations"
     assert line in caplog.text
     caplog.clear()
-    start("--ls-cuda-graph", "auto")
-    assert "graphs" not in caplog.text
+    for options in ((), ("--ls-cuda-graph", "auto"), ("--ls-cuda-graph", "off")):
+        run = start(*options)
+        assert run.cfg.optimizer.ls_cuda_graph == (options[1] if options else "auto")
+        run.steps(1)
+        assert "graphs" not in caplog.text
 
 
 @pytest.fixture
