@@ -65,6 +65,11 @@ HONOURED: tuple[Group, ...] = (
         "ls-cuda-graph",
     ),
     _group(
+        "batches of the plugin's training step are filled by real tokens",
+        "tests/plugin/test_token_budget.py::test_an_epoch_has_each_sentence_once",
+        "ls-token-budget",
+    ),
+    _group(
         "the criteria follow it",
         "tests/plugin/test_criterion.py::test_values_gradients_and_logs_equal_fairseq",
         "label-smoothing report-accuracy ignore-prefix-size",

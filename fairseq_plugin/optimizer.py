@@ -51,12 +51,17 @@ _COMPACT_HELP = (
     "keep the float32 masters of 16-bit parameters as 16 bits beside them, which saves 2 bytes a parameter and some "
     "time; with --fp16 weights below 2^-16 are kept to 2^-39 only; checkpoints are the same"
 )
+_BUDGET_HELP = (
+    "fill each training batch with real tokens up to --max-tokens, sentences of all lengths in it, so that few shapes "
+    "serve nearly all steps; padded sizes do not count, as the plugin's own training step has none"
+)
 # fairseq and hydra want types as annotations, which this module's are not.
 LSAdamConfig = make_dataclass(
     "LSAdamConfig",
     [
         ("ls_cuda_graph", ChoiceEnum(["auto", "on", "off"]), field(default="auto", metadata={"help": _GRAPH_HELP})),
         ("ls_compact_master", bool, field(default=False, metadata={"help": _COMPACT_HELP})),
+        ("ls_token_budget", bool, field(default=False, metadata={"help": _BUDGET_HELP})),
     ],
     bases=(FairseqAdamConfig,),
     namespace={

@@ -17,6 +17,8 @@ Runs with anything else (:mod:`fairseq_plugin.step_options`) use fairseq's step,
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import sys
@@ -38,6 +40,7 @@ from fairseq_plugin.errors import UserError
 from fairseq_plugin.optimizer import LSFP16Optimizer
 from fairseq_plugin.pending import PendingUpdate
 from fairseq_plugin.step_options import graph_obstacles, obstacles
+from fairseq_plugin.token_budget import filled_by_tokens
 from ls_train.graph import CapturedCalls, CudaGraphs
 from ls_train.optim import DynamicLossScale, FusedAdam
 
@@ -78,6 +81,15 @@ class LSTrainer(FairseqTrainer):
         wanted = getattr(cfg.optimizer, "ls_cuda_graph", "off")
         reasons = graph_obstacles(model, self.cuda, self.is_lean)
         self._replays = wanted != "off" and not reasons
+        by_tokens = getattr(cfg.optimizer, "ls_token_budget", False)
+        if by_tokens and not self.is_lean:
+            logger.info("--ls-token-budget: without effect, padding costs fairseq's own training step memory and time")
+        has_curriculum = cfg.dataset.curriculum > 0
+        self._batches = (
+            functools.partial(filled_by_tokens, task, has_curriculum)
+            if by_tokens and self.is_lean
+            else contextlib.nullcontext
+        )
         if wanted == "on" and reasons:
             logger.info(f"--ls-cuda-graph on: steps run without graphs because of {', '.join(reasons)}")
 
@@ -108,7 +120,8 @@ class LSTrainer(FairseqTrainer):
 
     def get_train_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return an iterator over the training set and remember it, to know where an epoch ends."""
-        self._epoch_iterator = super().get_train_iterator(*args, **kwargs)
+        with self._batches():
+            self._epoch_iterator = super().get_train_iterator(*args, **kwargs)
         return self._epoch_iterator
 
     # One update

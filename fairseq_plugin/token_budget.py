@@ -1,0 +1,96 @@
+"""``--ls-token-budget``: training batches filled with real tokens, sentences of all lengths in each.
+
+fairseq sorts by length and counts padded sizes, because padding costs its models time. Packed rows have none: here a
+batch takes sentences, drawn at random, until the source or the target tokens reach ``--max-tokens``. All batches then
+have about as many rows a side and as long a longest sentence, so that few shapes, and with ``--ls-cuda-graph`` few
+graphs, serve nearly all steps. Which sentences share a batch depends on ``--seed`` alone, as a run that is resumed in a
+later epoch needs it; fairseq's iterator shuffles the batches by seed and epoch, and deals them out to ranks, as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fairseq_plugin.errors import UserError
+
+OPTION = "--ls-token-budget"
+
+
+def fill(sizes: np.ndarray, max_tokens: int, max_sentences: int | None = None, multiple: int = 1) -> list[slice]:
+    """Return batches of neighbouring sentences, as full as they can be.
+
+    Args:
+        sizes: int (sentences, sides), tokens of each sentence.
+        max_tokens: that a batch may have on each side.
+        max_sentences: that a batch may have; None for any number.
+        multiple: batches have a multiple of this number of sentences, or fewer sentences than it.
+
+    Raises:
+        UserError: a sentence alone has more than ``max_tokens``.
+    """
+    count = len(sizes)
+    if count and sizes.max() > max_tokens:
+        raise UserError(
+            f"{OPTION}: a sentence has {sizes.max()} tokens; raise --max-tokens {max_tokens} to that or more"
+        )
+    sums = [np.concatenate([[0], np.cumsum(side)]) for side in sizes.T]
+    batches, start = [], 0
+    while start < count:
+        end = min(int(np.searchsorted(side, side[start] + max_tokens, side="right")) - 1 for side in sums)
+        length = min(end - start, max_sentences or count)
+        if length > multiple:
+            length -= length % multiple
+        batches.append(slice(start, start + length))
+        start += length
+    return batches
+
+
+@contextlib.contextmanager
+def filled_by_tokens(task: Any, keeps_order: bool) -> Iterator[None]:
+    """Fill the batches of the iterators that ``task`` makes meanwhile by real tokens.
+
+    Args:
+        task: fairseq's; its datasets have the tokens of each sentence in ``sizes``.
+        keeps_order: whether sentences stay in fairseq's order, the shortest first, as a curriculum needs it.
+    """
+    make = task.get_batch_iterator
+
+    @functools.wraps(make)
+    def get_batch_iterator(dataset: Any, *args: Any, seed: int = 1, **kwargs: Any) -> Any:
+        dataset.batch_by_size = functools.partial(_batch_by_size, dataset, None if keeps_order else seed)
+        try:
+            return make(dataset, *args, seed=seed, **kwargs)
+        finally:
+            del dataset.batch_by_size
+
+    task.get_batch_iterator = get_batch_iterator
+    try:
+        yield
+    finally:
+        del task.get_batch_iterator
+
+
+def _batch_by_size(
+    dataset: Any,
+    seed: int | None,
+    indices: Sequence[int],
+    max_tokens: int | None = None,
+    max_sentences: int | None = None,
+    required_batch_size_multiple: int = 1,
+) -> list[np.ndarray]:
+    """Return batches of ``indices``, see fairseq's FairseqDataset.batch_by_size; seed None keeps their order."""
+    if max_tokens is None:
+        raise UserError(f"{OPTION}: --max-tokens is missing, give the budget")
+    if dataset.get_batch_shapes() is not None:
+        raise UserError(f"{OPTION}: --num-batch-buckets makes batches of fixed padded shapes; drop one of the two")
+    indices = np.asarray(indices, dtype=np.int64)
+    if seed is not None:
+        # fairseq's order depends on the epoch in which a run was started.
+        indices = np.random.default_rng(seed).permutation(np.sort(indices))
+    sizes = np.asarray(dataset.sizes)[indices].reshape(len(indices), -1)
+    return [indices[part] for part in fill(sizes, int(max_tokens), max_sentences, required_batch_size_multiple)]
