@@ -685,6 +685,7 @@ struct LayerCall {
             double attention_dropout, double activation_dropout, const std::string& activation) {
     call.op = op;
     layer.x = view(floating("x", "NC"), x);
+    call.sizes['A'] = 3 * call.sizes['C'];
     layer.cross = kv.has_value();
     if (parameters.size() != (layer.cross ? 3 : 2) * kPart) {
       fail_argument(op, "parameters",
@@ -697,7 +698,6 @@ struct LayerCall {
     layer.columns = call.sizes['C'];
     layer.inner = call.sizes['F'];
     layer.heads = heads;
-    if (call.sizes['A'] != 3 * layer.columns) fail_argument(op, "parameters", "must have 3 C rows in qkv_weight");
     if (heads < 1 || layer.columns % heads != 0) {
       fail_argument(op, "heads", "= " + std::to_string(heads) + " must divide C = " + std::to_string(layer.columns));
     }
