@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_fwd_long_kerne
 
   const float scale2 = a.scale * kLog2E;
   float out[kRowTiles][kTiles][4] = {};
-  float maximum[kRowTiles][2], sum[kRowTiles][2] = {};  // of the scores over ln 2; sums of this thread's columns
+  float maximum[kRowTiles][2], sum[kRowTiles][2] = {};  // of the unscaled scores; sums of this thread's columns
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) maximum[r][0] = maximum[r][1] = -INFINITY;
   wait_stage();
@@ -62,15 +62,16 @@ __global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_fwd_long_kerne
           float largest = s[r][0][h * 2];
 #pragma unroll
           for (int i = 1; i < kChunkTiles * 2; ++i) largest = fmaxf(largest, s[r][i / 2][h * 2 + i % 2]);
-          largest = fmaxf(maximum[r][h], row_reduce<Max>(largest) * scale2);
+          largest = fmaxf(maximum[r][h], row_reduce<Max>(largest));
           const float shift = largest == -INFINITY ? 0.f : largest;  // no key seen yet: exp2(-inf - 0) = 0
-          const float rescale = fast_exp2(maximum[r][h] - shift);
+          const float rescale = fast_exp2((maximum[r][h] - shift) * scale2);
           maximum[r][h] = largest;
           sum[r][h] *= rescale;
 #pragma unroll
           for (int i = 0; i < kChunkTiles * 2; ++i) {
             float& score = s[r][i / 2][h * 2 + i % 2];
-            const float p = fast_exp2(score * scale2 - shift);
+            // Scaled after the difference: the largest score's exponent is exactly 0 however large the scores are.
+            const float p = fast_exp2((score - shift) * scale2);
             sum[r][h] += p;
             score = keep[r](h, i) ? p : 0.f;
           }
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_fwd_long_kerne
       const float total = row_reduce<Sum>(sum[r][h]);
       factor[h] = total == 0.f ? 0.f : dropout.scale / total;
       if (threadIdx.x % 4 == 0 && own.row(r, h) < seq.q_len) {
-        const float lse = total == 0.f ? -INFINITY : (maximum[r][h] + log2f(total)) * kLn2;
+        const float lse = total == 0.f ? -INFINITY : maximum[r][h] * a.scale + logf(total);
         a.lse[(seq.q_start + own.row(r, h)) * a.heads + task.head] = lse;
       }
     }
