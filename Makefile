@@ -3,7 +3,7 @@
 #   PYTHON   interpreter that creates .venv (3.11 or 3.12, or 3.10 without fairseq)
 #   TORCH    what pip installs when .venv has no torch yet
 #   VENV     the environment; `make VENV= ...` installs nothing and uses $(PYTHON) as it is
-#   OP, ARGS operator for `make bench`, further arguments for bench, test and gpu-test
+#   OP, ARGS operator for `make bench` and `make sanitize`, further arguments for these, test and gpu-test
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -26,7 +26,7 @@ export PATH := $(abspath $(dir $(shell command -v $(PY) || echo $(PY)))):$(PATH)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak lint format cuda-check gpu-test bench benchmark report clean
+.PHONY: help install demo test soak lint format cuda-check gpu-test sanitize bench benchmark report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ cuda-check: $(READY)  ## compile every CUDA source with nvcc; needs no GPU
 
 gpu-test: $(READY)  ## run the operator and layer tests on a machine with a GPU
 	$(PY) -m pytest tests/kernels tests/layers tests/optim $(ARGS)
+
+sanitize: $(READY)  ## run small cases of every kernel, or of OP, under NVIDIA's compute-sanitizer on a GPU
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+	    $(PY) -m tests.kernels.sanitize $(OP) $(ARGS)
 
 bench: $(READY)  ## time operator OP on a GPU: make bench OP=layer_norm
 	$(PY) -m tests.kernels.bench $(OP) $(ARGS)

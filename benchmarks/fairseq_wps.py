@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,12 @@ _QUICK_IMPLEMENTATIONS = ("ls_train", "ls_train_graph", "fairseq_no_cudnn_attent
 ARCHS = {
     "transformer_base_6e6d": "transformer_wmt_en_de",
     "transformer_big_6e6d": "transformer_vaswani_wmt_en_de_big",
-    "transformer_iwslt_6e6d": "transformer_iwslt_de_en",
+    "transformer_iwslt_de_en": "transformer_iwslt_de_en",
     "transformer_toy": "transformer_tiny",
 }
-_MEASURED = 80
-"""Updates that are measured, the last ones of a run."""
-_WARM_UP = 20
+_MEASURED, _MEASURED_PEERS = 100, 50
+"""Updates that are measured, the last ones of a run: of ours, and of fairseq's, which take longer."""
+_WARM_UP, _WARM_UP_GRAPHS = 25, 200
 _INTERVAL = 10
 _UNITS = {"words_per_second": "words/s", "time": "ms", "peak_memory": "GiB", "efficiency": "%"}
 
@@ -59,17 +60,16 @@ class Run:
     gpus: int
     updates: int
     measured: int
+    token_budget: bool = False
 
 
-def warm_up_updates(implementation: str, max_tokens: int) -> int:
+def warm_up_updates(implementation: str) -> int:
     """Return how many updates come before the measured ones.
 
-    Graphs are captured when a shape comes again, and small batches have many shapes: for 512 tokens the shapes of 500
-    updates, for 15000 tokens those of 130.
+    A graph is captured when its shape comes first. Small batches have some 50 shapes, rare ones among them, nearly all
+    of which have come after 200 updates.
     """
-    if implementation != "ls_train_graph":
-        return _WARM_UP
-    return 120 + round(400 * min(1.0, 512 / max_tokens))
+    return _WARM_UP_GRAPHS if implementation == "ls_train_graph" else _WARM_UP
 
 
 def arguments_of(data: Path, run: Run) -> list[str]:
@@ -87,7 +87,7 @@ def arguments_of(data: Path, run: Run) -> list[str]:
         f"--num-workers {4 if on_gpu else 0} --distributed-world-size {run.gpus}"
     )
     if is_ours(run.implementation):
-        flags += f" {graph_flag(run.implementation)}"
+        flags += f" {graph_flag(run.implementation)}{' --ls-token-budget' if run.token_budget else ''}"
     if run.precision != "fp32":
         flags += f" --{run.precision}"
     if not on_gpu:
@@ -161,15 +161,17 @@ def all_records(results: dict[Run, dict[str, float]], with_gpus: bool) -> list[d
     """Return the records of all runs; for several GPUs also the efficiency, in percent of as many times one GPU."""
     cases: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
     for run, metrics in results.items():
-        key = (run.arch, run.max_tokens, run.precision, run.gpus)
+        key = (run.arch, run.max_tokens, run.precision, run.gpus, run.token_budget)
         cases.setdefault(key, {})[run.implementation] = metrics
     records = []
     for key, by_name in cases.items():
-        arch, max_tokens, precision, gpus = key
+        arch, max_tokens, precision, gpus, token_budget = key
         case = {"arch": arch, "max_tokens": max_tokens, "precision": precision, **({"gpus": gpus} if with_gpus else {})}
+        if token_budget:
+            case["token_budget"] = True
         records += records_of(case, by_name)
         for name, metrics in by_name.items():
-            single = cases.get((*key[:3], 1), {}).get(name)
+            single = cases.get((*key[:3], 1, token_budget), {}).get(name)
             if gpus > 1 and single is not None:
                 value = 100 * metrics["words_per_second"] / (gpus * single["words_per_second"])
                 record = {"bench": "fairseq_wps", "case": case, "implementation": name, "metric": "efficiency"}
@@ -195,32 +197,65 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _at(names: Sequence[str]) -> Callable[[str], tuple[str, int | None]]:
+    """Return what reads ``NAME`` or ``NAME@MAX_TOKENS`` from the command line."""
+
+    def name(text: str) -> tuple[str, int | None]:
+        found, _, max_tokens = text.partition("@")
+        if found not in names:
+            raise argparse.ArgumentTypeError(f"{found!r} is none of {', '.join(names)}")
+        return found, int(max_tokens) if max_tokens else None
+
+    return name
+
+
 def _runs(options: argparse.Namespace) -> list[Run]:
-    names = options.implementation or (_QUICK_IMPLEMENTATIONS if options.quick else available())
+    names = options.implementation or [(n, None) for n in (_QUICK_IMPLEMENTATIONS if options.quick else available())]
+    sizes = options.max_tokens or (_QUICK if options.quick else _MAX_TOKENS)
     runs = []
-    for precision in options.precision or ["fp16"]:
-        for max_tokens in options.max_tokens or (_QUICK if options.quick else _MAX_TOKENS):
-            for gpus in sorted({1, options.gpus or 1}):
-                for name in names:
-                    before = warm_up_updates(name, max_tokens) if options.warm_up is None else options.warm_up
-                    updates = before + options.measured
-                    runs.append(Run(name, options.arch, max_tokens, precision, gpus, updates, options.measured))
+    for (arch, only), precision, max_tokens, gpus, (name, at) in itertools.product(
+        options.arch or [("transformer_big_6e6d", None)],
+        options.precision or ["fp16"],
+        sizes,
+        sorted({1, options.gpus or 1}),
+        names,
+    ):
+        if {only, at} <= {None, max_tokens}:
+            before = warm_up_updates(name) if options.warm_up is None else options.warm_up
+            count = options.measured or (_MEASURED if is_ours(name) else _MEASURED_PEERS)
+            budget = options.token_budget and is_ours(name)
+            runs.append(Run(name, arch, max_tokens, precision, gpus, before + count, count, budget))
     return runs
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the benchmark's command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help=f"max-tokens {_QUICK}, {', '.join(_QUICK_IMPLEMENTATIONS)}"
     )
-    parser.add_argument("--arch", default="transformer_big_6e6d", choices=sorted(ARCHS))
+    parser.add_argument(
+        "--arch",
+        action="append",
+        type=_at(sorted(ARCHS)),
+        metavar="NAME[@MAX_TOKENS]",
+        help=f"one of {', '.join(sorted(ARCHS))}, at all sizes or one; default: transformer_big_6e6d",
+    )
     parser.add_argument("--precision", action="append", choices=("fp32", "fp16", "bf16"), help="default: fp16")
     parser.add_argument("--max-tokens", action="append", type=int)
-    parser.add_argument("--implementation", action="append", choices=available())
+    parser.add_argument(
+        "--implementation",
+        action="append",
+        type=_at(available()),
+        metavar="NAME[@MAX_TOKENS]",
+        help=f"of {', '.join(available())}, at all sizes or one",
+    )
     parser.add_argument("--gpus", type=int, help="also with so many GPUs of this host; cases then hold gpus")
-    parser.add_argument("--measured", type=int, default=_MEASURED, help="updates that are measured (%(default)s)")
-    parser.add_argument("--warm-up", type=int, help="updates before these; default: by implementation and max-tokens")
+    parser.add_argument("--token-budget", action="store_true", help="ours with --ls-token-budget, in cases that say so")
+    parser.add_argument(
+        "--measured", type=int, help=f"updates that are measured; default: {_MEASURED}, of fairseq fewer"
+    )
+    parser.add_argument("--warm-up", type=int, help="updates before these; default: by implementation")
     parser.add_argument("--sentences", type=int, default=80000)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--data", type=Path, help="folder of the data-bin: made if it is missing, and kept")
@@ -229,9 +264,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--start-limit", type=float, default=240, help="seconds a group may start up (%(default)s)")
     parser.add_argument("--append", action="store_true", help="keep other cases' records in the output file")
     parser.add_argument("--output", type=Path, default=RESULTS / "fairseq_wps.json")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark from the command line."""
+    options = parser().parse_args(argv)
     if options.gpus is not None and torch.cuda.is_available() and not 1 <= options.gpus <= torch.cuda.device_count():
-        parser.error(f"--gpus {options.gpus}: this host has {torch.cuda.device_count()}")
+        parser().error(f"--gpus {options.gpus}: this host has {torch.cuda.device_count()}")
     start = time.monotonic()
     compile_kernels()
     results: dict[Run, dict[str, float]] = {}

@@ -140,9 +140,21 @@ def wps_table(records: Sequence[_Record]) -> str:
     return text + (f"\nEfficiency of several GPUs: {'; '.join(shares)}.\n" if shares else "")
 
 
+def all_reduce_table(records: Sequence[_Record]) -> str:
+    """Return the time of the all-reduce of an update, and how much of it backward hides."""
+    cases, names = _by_case(records, _wps_label), _implementations(records)
+    rows = []
+    for label, cells in cases.items():
+        times = [_value(cells, name, "all_reduce_time", ".2f") for name in names]
+        shares = [_value(cells, name, "all_reduce_hidden", ".0f") for name in names]
+        rows.append([label, *(f"{time} ({share} %)" if time else "" for time, share in zip(times, shares))])
+    return grid(["ms of all-reduce an update (share hidden)", *(_NAMES[name] for name in names)], rows)
+
+
 def _wps_label(case: Mapping[str, Any]) -> str:
     gpus = f", {case['gpus']} GPUs" if case.get("gpus", 1) > 1 else ""
-    return f"{case['arch']}, {case['precision']}, max-tokens {case['max_tokens']}{gpus}"
+    budget = ", --ls-token-budget" if case.get("token_budget") else ""
+    return f"{case['arch']}, {case['precision']}, max-tokens {case['max_tokens']}{budget}{gpus}"
 
 
 def profile_table(records: Sequence[_Record]) -> str:
@@ -219,6 +231,7 @@ _TABLES: dict[str, tuple[str, Callable[[list[_Record]], str], tuple[str, str] | 
     "all_steps": ("step.json", lambda records: step_table(records, all_cases=True), None, "benchmarks.step"),
     "layer": ("layer.json", layer_table, None, "benchmarks.layer"),
     "profile": ("profile.json", profile_table, None, "benchmarks.profile_step"),
+    "all_reduce": ("all_reduce.json", all_reduce_table, None, "benchmarks.all_reduce"),
     "curves": ("curves.json", curves_table, ("curves.png", "validation loss"), "benchmarks.curves"),
     "timeline": (
         "timeline.json",
@@ -260,7 +273,14 @@ def plot_words(records: Sequence[_Record], output: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    of_speed = [r for r in records if r["metric"] == "words_per_second" and r["case"].get("gpus", 1) == 1]
+    of_speed = [
+        r
+        for r in records
+        if r["metric"] == "words_per_second" and r["case"].get("gpus", 1) == 1 and "token_budget" not in r["case"]
+    ]
+    # One architecture, the one with most records: lines of several would lie over each other.
+    archs = [r["case"]["arch"] for r in of_speed]
+    of_speed = [r for r in of_speed if r["case"]["arch"] == max(archs, key=archs.count)]
     for name in _implementations(of_speed):
         for precision in sorted({r["case"]["precision"] for r in of_speed if r["implementation"] == name}):
             points = sorted(

@@ -32,12 +32,14 @@ def trace_path(folder: Path, implementation: str) -> Path:
     return folder / f"timeline_{implementation}.json.gz"
 
 
-def record_training(implementation: str, path: Path, skipped: int, flags: Sequence[str]) -> None:
-    """Train in this process, record the updates after the first ``skipped`` ones to ``path``."""
-    train(implementation, flags, lambda trainer: _record_steps(trainer, path, skipped))
+def record_training(
+    implementation: str, path: Path, skipped: int, flags: Sequence[str], updates: int = _RECORDED
+) -> None:
+    """Train in this process, record ``updates`` updates after the first ``skipped`` ones to ``path``."""
+    train(implementation, flags, lambda trainer: _record_steps(trainer, path, skipped, updates))
 
 
-def _record_steps(trainer: Any, path: Path, skipped: int) -> None:
+def _record_steps(trainer: Any, path: Path, skipped: int, updates: int) -> None:
     train_step = trainer.train_step
     recording = contextlib.ExitStack()
     count = 0
@@ -49,7 +51,7 @@ def _record_steps(trainer: Any, path: Path, skipped: int) -> None:
             recording.enter_context(trace.recorded(path))
         with trace.annotated():
             result = train_step(*arguments, **options)
-        if count == skipped + _RECORDED:
+        if count == skipped + updates:
             recording.close()
         return result
 
@@ -122,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder), options.sentences, options.vocabulary)
         for name in options.implementation or _DEFAULT:
-            skipped = options.warm_up or warm_up_updates(name, options.max_tokens)
+            skipped = options.warm_up or warm_up_updates(name)
             run = Run(name, *case.values(), 1, skipped + _RECORDED, _RECORDED)
             path = trace_path(options.traces, name)
             program = (

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import curves, curves_summary, fairseq_wps, layer, profile_step, report, step, timeline, trace
+from benchmarks import (
+    all_reduce,
+    curves,
+    curves_summary,
+    fairseq_wps,
+    layer,
+    profile_step,
+    report,
+    step,
+    timeline,
+    trace,
+)
 from benchmarks.fairseq_process import PEAK
 from benchmarks.floor import Floor
 from benchmarks.processes import Prepared
@@ -105,6 +116,55 @@ def test_efficiency_compares_with_as_many_single_gpus() -> None:
     )
     shares = [(r["case"]["gpus"], r["value"]) for r in records if r["metric"] == "efficiency"]
     assert shares == [(2, pytest.approx(95.0))]
+
+
+def test_an_implementation_or_arch_can_run_at_one_size_only() -> None:
+    words = "--implementation ls_train --implementation fairseq@512 --max-tokens 512 --max-tokens 1024"
+    words += " --arch transformer_toy --arch transformer_iwslt_de_en@1024"
+    runs = fairseq_wps._runs(fairseq_wps.parser().parse_args(words.split()))
+    assert [(run.arch, run.implementation, run.max_tokens) for run in runs] == [
+        ("transformer_toy", "ls_train", 512),
+        ("transformer_toy", "fairseq", 512),
+        ("transformer_toy", "ls_train", 1024),
+        ("transformer_iwslt_de_en", "ls_train", 1024),
+    ]
+    assert [(run.updates, run.measured) for run in runs[:2]] == [(125, 100), (75, 50)]
+    with pytest.raises(SystemExit):
+        fairseq_wps.parser().parse_args(["--implementation", "nonsense@512"])
+
+
+def test_token_budget_is_a_case_of_its_own(tmp_path) -> None:
+    sizes = ("transformer_toy", 256, "fp16", 1, 20, 10)
+    runs = [fairseq_wps.Run("ls_train", *sizes), fairseq_wps.Run("ls_train", *sizes, token_budget=True)]
+    assert ["--ls-token-budget" in fairseq_wps.arguments_of(tmp_path, run) for run in runs] == [False, True]
+    records = fairseq_wps.all_records({run: {"time": 1.0} for run in runs}, with_gpus=False)
+    assert [record["case"].get("token_budget") for record in records] == [None, True]
+
+
+def test_the_hidden_share_of_an_all_reduce() -> None:
+    def kernel(name: str, start: float, duration: float) -> trace.Kernel:
+        return trace.Kernel(name, start, duration, "backward")
+
+    nccl = [kernel("ncclDevKernel_AllReduce", 10, 20), kernel("ncclDevKernel_AllReduce", 50, 10)]
+    others = [kernel("gemm", 0, 15), kernel("gemm", 12, 10), kernel("adam", 61, 5)]
+    assert all_reduce.hidden_share([*others, *nccl]) == pytest.approx(100 * 12 / 30)
+    assert all_reduce.hidden_share(nccl) == 0
+    with pytest.raises(ValueError, match="use two GPUs"):
+        all_reduce.hidden_share(others)
+
+
+@needs_fairseq
+@pytest.mark.timeout(400)
+def test_all_reduce(tmp_path) -> None:
+    output = tmp_path / "all_reduce.json"
+    sizes = "--arch transformer_toy --max-tokens 256 --precision fp32 --warm-up 1 --sentences 400 --vocabulary 101"
+    all_reduce.main([*sizes.split(), "--implementation", "ls_train", "--output", str(output)])
+    records = json.loads(output.read_text())
+    assert all(record.keys() == KEYS | WHERE for record in records)
+    figures = {record["metric"]: record["value"] for record in records}
+    assert "%)" in report.all_reduce_table(records)
+    assert 0 <= figures["all_reduce_hidden"] <= 100
+    assert figures["all_reduce_time"] > 0
 
 
 def test_only_the_last_updates_are_measured() -> None:

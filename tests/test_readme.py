@@ -1,6 +1,7 @@
 """Every block of README.md and docs/ runs or compiles; links, launchers and make targets exist."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,22 @@ def test_every_block_has_a_language_that_some_test_knows():
     for page in PAGES:
         fences = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), re.M)
         assert set(fences[::2]) <= {"", "python", "cuda", "diff"}, page.name
+
+
+def test_diff_shows_two_commands_that_differ_in_names_only():
+    options = pytest.importorskip("fairseq.options")
+    import fairseq_plugin  # noqa: F401
+
+    (block,) = re.findall(r"^```diff\n(.*?)^```", PAGES[0].read_text(encoding="utf-8"), re.M | re.S)
+    lines = block.replace("\\\n", "\n").splitlines()
+    old, new = (shlex.split(" ".join(line[1:] for line in lines if line[0] in (sign, " "))) for sign in "-+")
+    assert (old[0], new[0]) == ("fairseq-train", "lightseq-train")
+    changed = [(mine, theirs) for mine, theirs in zip(new, old, strict=True) if mine != theirs]
+    assert [mine for mine, _ in changed[1:]] == [f"ls_{theirs}" for _, theirs in changed[1:]]
+    assert len(changed) == 4, "the first word and three names"
+    parsed = [options.parse_args_and_arch(options.get_training_parser(), words[1:]) for words in (old, new)]
+    assert [args.optimizer for args in parsed] == ["adam", "ls_adam"]
+    assert parsed[0].lr == parsed[1].lr == [7e-4]
 
 
 def test_launchers_exist():
