@@ -131,13 +131,23 @@ class GradSlots:
         self.slots = tuple(slots)
         self.opened: dict[Any, Any] = {}
 
+    @staticmethod
+    def commit(slots: Sequence[GradSlot], written: bool) -> None:
+        """Commit ``slots`` of one buffer, in one go: :meth:`state` was ``written`` before they were written."""
+        if not written:
+            for slot in slots:
+                slot.param.grad = slot.tensor
+        if slots[0]._listeners:
+            for slot in slots:
+                for listener in slot._listeners:
+                    listener(slot)
+
     def state(self) -> bool | None:
         """Return whether all slots are written, or all empty; None where they differ or autograd left a gradient."""
-        written = self.slots[0].written
-        for slot in self.slots:
-            if slot.param.grad is not (slot.tensor if written else None):
-                return None
-        return written
+        grads = [slot.param.grad for slot in self.slots]
+        if grads[0] is None:
+            return None if any(grad is not None for grad in grads) else False
+        return True if all(grad is slot.tensor for grad, slot in zip(grads, self.slots, strict=True)) else None
 
 
 class FlatBuffer:
@@ -212,7 +222,9 @@ class FlatBuffer:
             if len(self._groups) >= _REMEMBERED:
                 self._groups.clear()
             self._groups[key] = _generation, group
-        return group if group is not None and all(map(self.fits, params)) else None
+        if group is None or {param.dtype for param in params} != {self.data.dtype}:
+            return None
+        return group if {param.device for param in params} == {self.data.device} else None
 
     def fits(self, param: Tensor) -> bool:
         """Return whether ``param`` has the buffer's dtype and device, so that its slot can take its gradient."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train.layers import modules
-from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.gradients import GradientWriter, Held, given, hold, save_parameters, saved_parameters
 from ls_train.layers.linear import project, project_gradient
 from ls_train.layers.residual import column_sums
 from ls_train.memory import workspace
@@ -42,28 +42,26 @@ class CrossKVFunction(torch.autograd.Function):
     """kv (Ns, L * 2C) from the encoder's output (Ns, Ce) and L times (k weight, k bias, v weight, v bias)."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, memory: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, rows: Tensor, memory: Tensor, *arguments: Tensor | Held) -> Tensor:
         """Return kv for ``memory`` (Ns, Ce); ``rows`` int32 (1,): number of used rows."""
+        parameters = given(arguments)
         weights, biases = parameters[::2], parameters[1::2]
         kv = memory.new_empty((memory.shape[0], sum(weight.shape[0] for weight in weights)))
         project(kv, memory, weights, biases)
         ctx.rows = rows
-        ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
-        ctx.save_for_backward(memory, *parameters)
+        save_parameters(ctx, arguments, memory)
         return kv
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dkv: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``memory`` and of the parameters that have no slot in a flat buffer."""
-        memory, *parameters = ctx.saved_tensors
+        (memory,), parameters = saved_parameters(ctx, 1)
         names = range(len(parameters))
         dkv = dkv.contiguous()
         with workspace(memory) as scratch:
             sums = scratch.take((bias_dropout_add_workspace(*dkv.shape),), torch.float32)
-            writer = GradientWriter(
-                dict(enumerate(names)), parameters, ctx.leaves, ctx.needs_input_grad[2:], sums, scratch
-            )
+            writer = GradientWriter.of(ctx, dict(enumerate(names)), parameters, sums, scratch)
             column_sums(names[1::2], dkv, writer, ctx.rows)
             writer.linear(names[::2], dkv, memory)
         dmemory = None
@@ -127,4 +125,5 @@ def cross_kv(memory: Tensor, packing: Packing, layers: Sequence[nn.Module]) -> T
     projections = [p for layer in layers for p in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)]
     memory, *parameters = modules.autocast_inputs((memory, *modules.parameters_of(projections)))
     modules.check_types("cross_kv", (memory,), parameters)
-    return modules.apply(CrossKVFunction, packing.rows, memory.contiguous(), *parameters)
+    arguments = hold(modules.wants_gradient((memory,)), (memory,), parameters)
+    return modules.apply(CrossKVFunction, packing.rows, memory.contiguous(), *arguments)

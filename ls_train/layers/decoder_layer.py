@@ -35,7 +35,7 @@ from ls_train.layers.config import LayerConfig
 from ls_train.layers.cross_kv import cross_kv, finish_slice, gradient_slice
 from ls_train.layers.encoder_layer import EncoderLayerFunction, LSTransformerEncoderLayer
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
-from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.gradients import GradientWriter, Held, given, hold, save_parameters, saved_parameters
 from ls_train.memory import Field, SavedBlock, aligned, kept, workspace
 from ls_train.packing import Packing
 
@@ -92,9 +92,10 @@ class DecoderLayerFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, call: Call, save: bool, x: Tensor, kv: Tensor, *parameters: Tensor
+        ctx: FunctionCtx, call: Call, save: bool, x: Tensor, kv: Tensor, *arguments: Tensor | Held
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's output (N, C) for ``x`` (N, C), and ``kv`` itself; ``save``: a backward may follow."""
+        parameters = given(arguments)
         y, (rows, size), ffn_dim = torch.empty_like(x), x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
         layout = decoder_block(rows, size, ffn_dim, call.heads, call.normalize_before, x.dtype)
         temporary = forward_scratch(rows, size, ffn_dim, x.itemsize)
@@ -106,8 +107,7 @@ class DecoderLayerFunction(torch.autograd.Function):
                 _forward(y, x, kv, Pass(call, DecoderParameters(*parameters), saved, scratch))
         if save:
             ctx.call, ctx.layout, ctx.saved = call, layout, None if saved is None else kept(saved)
-            ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
-            ctx.save_for_backward(x, kv, block, *parameters)
+            save_parameters(ctx, arguments, x, kv, block)
             ctx.set_materialize_grads(False)
         return y, kv
 
@@ -115,10 +115,10 @@ class DecoderLayerFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor | None, dkv: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x``, ``kv`` and of the parameters that have no slot in a flat buffer."""
-        x, kv, block, *parameters = ctx.saved_tensors
+        (x, kv, block), parameters = saved_parameters(ctx, 3)
         saved, ctx.saved = ctx.saved, None
         if dy is None:
-            return None, None, None, dkv, *([None] * len(parameters))
+            return None, None, None, dkv, *([None] * (len(ctx.needs_input_grad) - 4))
         call, layout, needed = ctx.call, ctx.layout, ctx.needs_input_grad
         dy, dx = dy.contiguous(), torch.empty_like(x)
         (rows, size), ffn_dim = x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
@@ -126,7 +126,7 @@ class DecoderLayerFunction(torch.autograd.Function):
         sums = backward_sums(rows, kv.shape[0], size, ffn_dim, call.heads)
         temporary = backward_scratch(rows, size, ffn_dim, x.itemsize, sums, 4 if call.normalize_before else 3)
         with workspace(x, temporary) as scratch:
-            writer = GradientWriter(_INDEX, parameters, ctx.leaves, needed[4:], scratch=scratch)
+            writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
             if needed[3]:
                 dkv, dkv_slice = gradient_slice(dkv, kv, columns)
             else:
@@ -311,7 +311,7 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
             x, *parameters = modules.autocast_inputs((x, *modules.parameters_of(self._self_modules())))
             modules.check_types(name, (x,), parameters)
             save = modules.wants_gradient((x, *parameters))
-            return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *parameters), kv
+            return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *hold(save, (x,), parameters)), kv
         if kv is None or memory is None:
             raise ValueError(f"{name}: kv and memory are missing; make them with cross_kv(...)")
         rows = memory.positions.shape[0]
@@ -321,7 +321,8 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
         modules.check_types(name, (x, kv), parameters)
         call = call._replace(memory_cu=memory.cu_seqlens, memory_max_length=memory.max_length, layer=layer)
         save = modules.wants_gradient((x, kv, *parameters))
-        y, handed_on = modules.apply(DecoderLayerFunction, call, save, x.contiguous(), kv, *parameters)
+        arguments = hold(save, (x, kv), parameters)
+        y, handed_on = modules.apply(DecoderLayerFunction, call, save, x.contiguous(), kv, *arguments)
         return y, handed_on if kv.requires_grad else kv
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call, Pass, backward_s
 from ls_train.layers.compiled import layer_backward, layer_forward, parameter_groups
 from ls_train.layers.config import LayerConfig, from_preset
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
-from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.gradients import GradientWriter, Held, given, hold, save_parameters, saved_parameters
 from ls_train.memory import Field, SavedBlock, aligned, kept, workspace
 from ls_train.packing import Packing
 
@@ -64,8 +64,9 @@ class EncoderLayerFunction(torch.autograd.Function):
     """Self-attention and feed-forward with residuals and layer norms; with ``call.causal`` a decoder-only layer."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, call: Call, save: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, call: Call, save: bool, x: Tensor, *arguments: Tensor | Held) -> Tensor:
         """Return the layer's output (N, C) for ``x`` (N, C); ``save``: a backward may follow."""
+        parameters = given(arguments)
         y, (rows, size), ffn_dim = torch.empty_like(x), x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
         layout = encoder_block(rows, size, ffn_dim, call.heads, call.normalize_before, x.dtype)
         temporary = forward_scratch(rows, size, ffn_dim, x.itemsize)
@@ -77,29 +78,28 @@ class EncoderLayerFunction(torch.autograd.Function):
                 _forward(y, x, Pass(call, EncoderParameters(*parameters), saved, scratch))
         if save:
             ctx.call, ctx.layout, ctx.saved = call, layout, None if saved is None else kept(saved)
-            ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
-            ctx.save_for_backward(x, block, *parameters)
+            save_parameters(ctx, arguments, x, block)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x`` and of the parameters that have no slot in a flat buffer."""
-        x, block, *parameters = ctx.saved_tensors
+        (x, block), parameters = saved_parameters(ctx, 2)
         saved, ctx.saved = ctx.saved, None
-        call, layout, needed = ctx.call, ctx.layout, ctx.needs_input_grad
+        call, layout = ctx.call, ctx.layout
         dy, dx = dy.contiguous(), torch.empty_like(x)
         (rows, size), ffn_dim = x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
         sums = backward_sums(rows, 0, size, ffn_dim, call.heads)
         temporary = backward_scratch(rows, size, ffn_dim, x.itemsize, sums, 3 if call.normalize_before else 2)
         with workspace(x, temporary) as scratch:
-            writer = GradientWriter(_INDEX, parameters, ctx.leaves, needed[3:], scratch=scratch)
+            writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
             memory = (scratch, temporary, x, None, block, parameters)
             if not layer_backward(dx, None, dy, *memory, _GROUPS, writer, layout, call, sums):
                 writer.sums = scratch.take((sums,), torch.float32)
                 saved = layout.views(block) if saved is None else saved
                 _backward(dx, dy, x, Pass(call, EncoderParameters(*parameters), saved, scratch, writer))
-        return None, None, dx if needed[2] else None, *writer.finish()
+        return None, None, dx if ctx.needs_input_grad[2] else None, *writer.finish()
 
 
 def _forward(y: Tensor, x: Tensor, run: Pass) -> None:
@@ -256,7 +256,7 @@ class LSTransformerEncoderLayer(nn.Module):
         modules.check_types(type(self).__name__, (x,), parameters)
         call = self._call(packing, seed, rng_offset)
         save = modules.wants_gradient((x, *parameters))
-        return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *parameters)
+        return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *hold(save, (x,), parameters))
 
     def extra_repr(self) -> str:
         """Return the layer's settings for ``repr``."""

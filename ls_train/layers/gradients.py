@@ -11,9 +11,78 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from ls_train.memory import Workspace
 from ls_train.params import GradSlot, GradSlots, grad_slot, grad_slots, joined
+
+
+class Held:
+    """Parameters of one call that autograd does not get to see, because their gradients all go into slots.
+
+    Autograd takes host time for each input of a function, and again for the gradient that never comes.
+    """
+
+    __slots__ = ("_versions", "tensors")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self._versions = [tensor._version for tensor in tensors]
+
+    def check(self) -> None:
+        """Raise a RuntimeError if a parameter was changed since the forward, as autograd would."""
+        if [tensor._version for tensor in self.tensors] != self._versions:
+            i = next(i for i, version in enumerate(self._versions) if self.tensors[i]._version != version)
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.tensors[i].shape)}, needed for gradient computation, has been "
+                "modified by an inplace operation between forward and backward; run the backward first"
+            )
+
+
+def hold(save: bool, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor] | tuple[Held]:
+    """Return the arguments by which an autograd function takes ``parameters``: themselves, or one :class:`Held`.
+
+    They are held where all gradients go into slots, nothing hooks into them and one of ``inputs`` needs a gradient, so
+    that the backward is called without them.
+
+    Args:
+        save: whether a backward may follow.
+        inputs: the function's other tensors.
+        parameters: in the function's order.
+    """
+    if torch.compiler.is_compiling() or not (save and any(tensor.requires_grad for tensor in inputs)):
+        return parameters
+    if grad_slots(parameters) is None:
+        return parameters
+    for parameter in parameters:
+        if not parameter.requires_grad or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return parameters
+    return (Held(parameters),)
+
+
+def given(arguments: Sequence[Tensor] | tuple[Held]) -> Sequence[Tensor]:
+    """Return the parameters that ``arguments`` of :func:`hold` stand for."""
+    return arguments[0].tensors if isinstance(arguments[0], Held) else arguments
+
+
+def save_parameters(ctx: FunctionCtx, arguments: Sequence[Tensor] | tuple[Held], *tensors: Tensor) -> None:
+    """Save ``tensors`` and the parameters of ``arguments`` for :func:`saved_parameters`."""
+    if isinstance(arguments[0], Held):
+        ctx.held = arguments[0]
+        ctx.save_for_backward(*tensors)
+    else:
+        ctx.held = None
+        ctx.leaves = [parameter if parameter.is_leaf else None for parameter in arguments]
+        ctx.save_for_backward(*tensors, *arguments)
+
+
+def saved_parameters(ctx: FunctionCtx, count: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the ``count`` tensors and the parameters that :func:`save_parameters` saved."""
+    saved = ctx.saved_tensors
+    if ctx.held is None:
+        return saved[:count], saved[count:]
+    ctx.held.check()
+    return saved, ctx.held.tensors
 
 
 class _Opened(NamedTuple):
@@ -62,10 +131,31 @@ class GradientWriter:
         self._parameters = parameters
         self._leaves = leaves
         self._needed = needed
+        self._held = False
         self._opened: list[_Opened] = []
         self._slots: dict[int, GradSlot] = {}
         self._handed_out: set[int] = set()
         self._gradients: list[Tensor | None] = [None] * len(parameters)
+
+    @classmethod
+    def of(
+        cls,
+        ctx: FunctionCtx,
+        index: Mapping[Hashable, int],
+        parameters: Sequence[Tensor],
+        sums: Tensor | None = None,
+        scratch: Workspace | None = None,
+    ) -> GradientWriter:
+        """Return the writer of a backward whose last arguments were ``parameters``, saved by :func:`save_parameters`.
+
+        The other arguments are those of the constructor.
+        """
+        if ctx.held is None:
+            needed = ctx.needs_input_grad[-len(parameters) :]
+            return cls(index, parameters, ctx.leaves, needed, sums, scratch)
+        writer = cls(index, parameters, parameters, (True,) * len(parameters), sums, scratch)
+        writer._held = True
+        return writer
 
     def open(self, *groups: Sequence[Hashable], always: bool = False) -> tuple[list[Tensor | None], bool]:
         """Return the tensor to write for each group of parameters and whether to add to what the tensors hold.
@@ -110,10 +200,9 @@ class GradientWriter:
                 torch.mm(dy_t, x, out=target)
 
     def finish(self) -> list[Tensor | None]:
-        """Mark the slots as written and return what autograd gets: a fresh gradient or None for each parameter."""
+        """Mark the slots as written and return what autograd gets: a fresh gradient or None for each argument."""
         for slots in self._begun.values():
-            for slot in slots:
-                slot.commit()
+            GradSlots.commit(slots, self._written)
         for members, tensor, direct in self._opened:
             start = 0
             for i in members:
@@ -128,7 +217,14 @@ class GradientWriter:
                 elif self._needed[i]:
                     self._gradients[i] = tensor if len(members) == 1 else tensor[start : start + rows]
                 start += rows
-        return self._gradients
+        if not self._held:
+            return self._gradients
+        if self._opened:
+            # A slot may have gone since the forward.
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return [None]
 
     def _join(self, groups: Sequence[Sequence[Hashable]]) -> tuple[list[Tensor], list[GradSlot]] | tuple[()]:
         """Return the tensors of ``groups`` and all their slots, or nothing where slots do not lie together."""

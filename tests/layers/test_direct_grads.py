@@ -170,3 +170,106 @@ def test_one_parameter_opened_twice():
         target.copy_(target + value if accumulate else torch.full((2, 3), value))
     writer.finish()
     assert torch.equal(shared.grad, torch.full((2, 3), 7.0))
+
+
+def layer_inputs(model):
+    """Return how many inputs autograd knows of each layer of ``model``, and of what makes keys and values."""
+    found, todo, seen = {}, [loss_of(model).grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = type(node).__name__.removesuffix("Backward")
+        if kind in ("EncoderLayerFunction", "DecoderLayerFunction", "CrossKVFunction", "NormFunction"):
+            found.setdefault(kind, set()).add(sum(after is not None for after, _ in node.next_functions))
+        todo += [after for after, _ in node.next_functions]
+    return found
+
+
+FEW = {"EncoderLayerFunction": {1}, "DecoderLayerFunction": {2}, "CrossKVFunction": {1}, "NormFunction": {1}}
+
+
+def test_autograd_does_not_see_parameters_with_slots():
+    model = transformer()
+    assert layer_inputs(model)["EncoderLayerFunction"] == {17}
+    flat = flatten(model, True)
+    assert layer_inputs(model) == FEW
+    flat.direct_grads = False
+    assert layer_inputs(model)["DecoderLayerFunction"] == {24}
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_autograd_sees_parameters_with_hooks(kind):
+    model = transformer()
+    flat = flatten(model, True)
+    handle = getattr(model.encoder.layers[0].fc1.weight, kind)(lambda _: None)
+    assert layer_inputs(model)["EncoderLayerFunction"] == {1, 17}
+    handle.remove()
+    assert layer_inputs(model) == FEW
+    assert flat.intact()
+
+
+def test_first_layer_of_frozen_embeddings_gets_its_gradients():
+    """No input of the first layer needs a gradient: its parameters must keep it in the graph."""
+    model = transformer(share_all_embeddings=False)
+    model.encoder.embed_tokens.weight.requires_grad_(False)
+    direct = copy.deepcopy(model)
+    flat = flatten(direct, True)
+    assert layer_inputs(direct)["EncoderLayerFunction"] == {1, 16}
+    for built in (model, direct):
+        loss_of(built).backward()
+    errors = gradient_errors(gradients(direct), gradients(model))
+    assert max(errors.values()) < 1e-6, errors
+    assert flat.intact()
+
+
+@pytest.mark.parametrize(
+    "path", ["encoder.layers.0.fc1.weight", "decoder.layers.1.encoder_attn.k_proj.bias", "encoder.layer_norm.weight"]
+)
+def test_in_place_change_of_a_parameter_with_a_slot_is_noticed(path):
+    model = transformer(pre_layer_norm=True)
+    flat = flatten(model, True)
+    loss = loss_of(model)
+    with torch.no_grad():
+        model.get_parameter(path).add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+    assert flat.intact()
+
+
+def switch_off(flat):
+    flat.direct_grads = False
+
+
+def lose_buffers(flat):
+    flat.buffers.clear()
+
+
+@pytest.mark.parametrize("change", [switch_off, lose_buffers])
+def test_slots_that_go_between_forward_and_backward(change):
+    """The parameters get ordinary gradients, added to those they have."""
+    model = transformer()
+    direct = copy.deepcopy(model)
+    flat = flatten(direct, True)
+    losses = loss_of(model), loss_of(direct)
+    change(flat)
+    for loss in losses:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    errors = gradient_errors(gradients(direct), gradients(model))
+    assert max(errors.values()) < 1e-6, errors
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}], ids=["kept", "checkpointed"])
+def test_retained_graph_with_slots(options):
+    model = transformer()
+    direct = transformer(**options)
+    flat = flatten(direct, True)
+    for built in (model, direct):
+        loss = loss_of(built)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    errors = gradient_errors(gradients(direct), gradients(model))
+    assert max(errors.values()) < 1e-6, errors
+    assert all(p.grad is flat.buffers[0].slot(p).tensor for p in flat.buffers[0].params)
