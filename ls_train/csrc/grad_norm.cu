@@ -28,10 +28,13 @@ __global__ void __launch_bounds__(kThreads)
   const auto add_range = [&](int64_t first, int64_t end) {
     for_range<kWidth, 4>(
         first, end,
-        [&](int64_t at) {
-          const Pack<T, kWidth> pack = load_streaming<kWidth>(grad + at);
+        [&](int64_t at, int64_t step, auto count) {
 #pragma unroll
-          for (int i = 0; i < kWidth; ++i) add(to_float(pack.v[i]));
+          for (int j = 0; j < decltype(count)::value; ++j) {
+            const Pack<T, kWidth> pack = load_streaming<kWidth>(grad + at + j * step);
+#pragma unroll
+            for (int i = 0; i < kWidth; ++i) add(to_float(pack.v[i]));
+          }
         },
         [&](int64_t at) { add(to_float(grad[at])); });
   };

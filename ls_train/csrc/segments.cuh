@@ -32,21 +32,21 @@ __device__ __forceinline__ BlockRange block_range(int64_t n) {
   return {first, min(n, first + share)};
 }
 
-// Calls use_pack(element) for the packs of kWidth elements at multiples of kWidth that lie in [first, end), and
+// Calls use_packs(element, step, count) for the packs of kWidth elements at multiples of kWidth that lie in
+// [first, end): those at element, element + step and so on, count of them, a constant that is kUnroll or 1. Calls
 // use_element(element) for the elements before and after them. Neighbouring threads get neighbouring packs.
-template <int kWidth, int kUnroll, class UsePack, class UseElement>
-__device__ __forceinline__ void for_range(int64_t first, int64_t end, UsePack&& use_pack, UseElement&& use_element) {
+template <int kWidth, int kUnroll, class UsePacks, class UseElement>
+__device__ __forceinline__ void for_range(int64_t first, int64_t end, UsePacks&& use_packs, UseElement&& use_element) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int64_t packs_first = min(end, ceil_div<int64_t>(first, kWidth) * kWidth);
   const int64_t packs_end = max(packs_first, end / kWidth * kWidth);
   const int64_t step = static_cast<int64_t>(threads) * kWidth;
   int64_t at = packs_first + static_cast<int64_t>(thread) * kWidth;
   for (; at + (kUnroll - 1) * step < packs_end; at += kUnroll * step) {
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) use_pack(at + j * step);
+    use_packs(at, step, std::integral_constant<int, kUnroll>());
   }
   if constexpr (kUnroll > 1) {
-    for (; at < packs_end; at += step) use_pack(at);
+    for (; at < packs_end; at += step) use_packs(at, step, std::integral_constant<int, 1>());
   }
   if constexpr (kWidth > 1) {
     for (at = first + thread; at < packs_first; at += threads) use_element(at);

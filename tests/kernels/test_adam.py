@@ -189,6 +189,37 @@ def test_slots_have_their_own_group_and_step(device: str, dtype: torch.dtype) ->
 
 
 @on_every_type
+@pytest.mark.parametrize("remainders", [False, True])
+def test_every_path_gives_the_same_bits(remainders: bool, device: str, dtype: torch.dtype) -> None:
+    """All slots active by None or by ones, and buffers off 16 bytes: kernels through shared memory, packs, elements."""
+    if remainders and dtype.itemsize != 2:
+        pytest.skip("remainders belong to parameters of 16 bits")
+    names = ("param", "master", "remainder", "exp_avg", "exp_avg_sq")
+    for size in (1, 7, 8, 9, 1023, 1024, 1032, 1033, 3 * 1024 - 1, 16384, 16391, 5 * 16384 + 2048 + 3):
+        plain = state(size, device, dtype, tuple(sorted({size // 7, size // 3, size // 3, size // 2 + 1, size - 1})))
+        slots = len(plain["segment_group"])
+        plain["hyper"] = torch.tensor([[BETA1, BETA2, EPS, DECAY, LR, LR], [0.8, 0.99, 1e-6, 0.1, 1e-3, 1e-3]])
+        plain["hyper"] = plain["hyper"].double().to(device)
+        plain["segment_group"] = torch.arange(slots, dtype=torch.int32, device=device) // 2 % 2
+        plain["segment_step"] = 1 + torch.arange(slots, device=device) // 3
+        plain["exp_avg"].normal_(std=1e-2)
+        plain["exp_avg_sq"].uniform_(1e-4, 1e-3)
+        plain = compact(plain) if remainders else plain
+        masked, shifted = ({k: v.clone() if isinstance(v, Tensor) else v for k, v in plain.items()} for _ in range(2))
+        masked["active"] = torch.ones(slots, dtype=torch.uint8, device=device)
+        for name in (*names, "grad"):
+            if shifted.get(name) is not None:
+                shifted[name] = torch.cat([shifted[name][:1], shifted[name]])[1:]
+        for arguments in (plain, masked, shifted):
+            for _ in range(2):
+                adam(**arguments)
+        for name in names:
+            if plain.get(name) is not None:
+                assert torch.equal(masked[name], plain[name]), f"{name} of {size}: active slots given"
+                assert torch.equal(shifted[name], plain[name]), f"{name} of {size}: not aligned"
+
+
+@on_every_type
 def test_overflow_changes_nothing(device: str, dtype: torch.dtype) -> None:
     arguments = state(333, device, dtype)
     arguments["grad"][5] = float("inf")
