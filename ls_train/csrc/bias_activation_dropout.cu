@@ -1,7 +1,7 @@
 // y = dropout(activation(x + bias)) and its backward.
 //
 // bias_activation_dropout_fwd_kernel
-//   Tiles of row_kernels.cuh. Reads x once, writes y once: 2 * N * C * sizeof(T) bytes.
+//   Tiles of row_kernels.cuh, for relu a block each. Reads x once, writes y once: 2 * N * C * sizeof(T) bytes.
 // bias_activation_dropout_bwd_kernel
 //   Tiles with at most 264 row blocks, the column sums in registers. Reads dy and saved once, writes dx once: 3 * N * C
 //   * sizeof(T) bytes.
@@ -11,97 +11,140 @@
 namespace ls_train {
 namespace {
 
-// kRelu: without the code of the other activations, which costs relu a sixth of its time.
-template <class T, int kWidth, bool kRelu>
+template <class T, int kWidth, Activation kActivation>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_activation_dropout_fwd_kernel(T* __restrict__ y, const T* __restrict__ x, const T* __restrict__ bias,
-                                       const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
-                                       Activation activation) {
-  const TileWalk walk = tile_walk<kWidth>();
-  const bool inside = walk.column < columns;
-  const int64_t used = inside ? used_rows(rows, n) : 0;
+                                       const int32_t* __restrict__ rows, int64_t n, int columns,
+                                       const Dropout dropout) {
+  constexpr bool kRelu = kActivation == Activation::kRelu;
+  const int column = tile_column<kWidth>();
+  const bool inside = column < columns;
+  if (kWidth > 1 && !inside) return;
+  const int64_t used = used_rows(rows, n);
   const DropoutKey key = dropout_key(dropout);
   float add[kWidth] = {};
-  if (bias != nullptr && inside) load_floats(bias + walk.column, add);
-  for (int64_t first = walk.first; first < n; first += walk.step * kTileRows) {
+  if (bias != nullptr && inside) load_floats(bias + column, add);
+  for_tiles<kTileRows>(used, [&](const Tile<kTileRows>& tile) {
     Pack<T, kWidth> values[kTileRows];
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
-      const int64_t row = first + r * walk.step;
-      if (row < used) values[r] = load_streaming<kWidth>(x + row * columns + walk.column);
+      if (inside && tile.is_used(r)) values[r] = load_streaming<kWidth>(x + tile.row(r) * columns + column);
     }
-    const TileDropout<kWidth, kTileRows> dropped(key, walk, first);
+    const TileDropout<kWidth, kTileRows> dropped(key, tile, column);
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
-      const int64_t row = first + r * walk.step;
-      if (row >= n || !inside) break;
+      if (!inside || !tile.is_used(r)) break;
       keep_packed(values[r]);
-      float v[kWidth] = {};
-      if (row < used) {
-        unpack(values[r], v);
+      float v[kWidth];
+      unpack(values[r], v);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) v[i] = activate<T>(v[i] + add[i], kRelu ? Activation::kRelu : activation);
-        dropped.apply(v, r, row, walk.column);
-      }
-      store(y + row * columns + walk.column, pack_floats<T>(v));
+      for (int i = 0; i < kWidth; ++i) v[i] = kRelu ? v[i] + add[i] : activate<T>(v[i] + add[i], kActivation);
+      store(y + tile.row(r) * columns + column, dropped.template apply_and_pack<T, kRelu>(v, r));
+    }
+  });
+  if (inside) clear_unused<kWidth>(y, used, n, columns, column);
+}
+
+// Sets the gradients whose element of `values` is not above zero to zero.
+template <class T, int kWidth>
+__device__ __forceinline__ void clear_where_not_positive(Pack<T, kWidth>& grads, const Pack<T, kWidth>& values) {
+  if constexpr (kWidth == 8) {
+    using Pair = std::conditional_t<std::is_same_v<T, half>, __half2, __nv_bfloat162>;
+    uint32_t* words = reinterpret_cast<uint32_t*>(&grads);
+    const Pair* pairs = reinterpret_cast<const Pair*>(&values);
+    const Pair zero = {from_float<T>(0.f), from_float<T>(0.f)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] &= __hgt2_mask(pairs[i], zero);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if (!(to_float(values.v[i]) > 0.f)) grads.v[i] = from_float<T>(0.f);
     }
   }
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, Activation kActivation>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_activation_dropout_bwd_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
                                        const T* __restrict__ saved, const T* __restrict__ bias,
                                        const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
-                                       Activation activation, bool has_dbias) {
+                                       bool has_dbias) {
   __shared__ float scratch[kTileThreads * kWidth];
+  constexpr bool kRelu = kActivation == Activation::kRelu;
   constexpr int kRows = kTileRows / 2;  // two input tensors
-  const TileWalk walk = tile_walk<kWidth>();
-  const bool inside = walk.column < columns;
-  const int64_t used = inside ? used_rows(rows, n) : 0;
-  const bool relu = activation == Activation::kRelu;
-  const DropoutKey key = relu ? DropoutKey{} : dropout_key(dropout);
+  const int column = tile_column<kWidth>();
+  const bool inside = column < columns;
+  const int64_t used = used_rows(rows, n);
+  const DropoutKey key = kRelu ? DropoutKey{} : dropout_key(dropout);
   float add[kWidth] = {}, dbias[1][kWidth] = {};
-  if (bias != nullptr && inside) load_floats(bias + walk.column, add);
-  for (int64_t first = walk.first; first < n; first += walk.step * kRows) {
+  if (!kRelu && bias != nullptr && inside) load_floats(bias + column, add);
+  for_tiles<kRows>(used, [&](const Tile<kRows>& tile) {
     Pack<T, kWidth> grads[kRows], values[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int64_t row = first + r * walk.step;
-      grads[r] = values[r] = zero_pack<T, kWidth>();
-      if (row < used) {
-        grads[r] = load_streaming<kWidth>(dy + row * columns + walk.column);
-        values[r] = load_streaming<kWidth>(saved + row * columns + walk.column);
+      if (inside && tile.is_used(r)) {
+        const int64_t at = tile.row(r) * columns + column;
+        grads[r] = load_streaming<kWidth>(dy + at);
+        values[r] = load_streaming<kWidth>(saved + at);
       }
     }
-    const TileDropout<kWidth, kRows> dropped(key, walk, first);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t row = first + r * walk.step;
-      if (row >= n || !inside) break;
-      keep_packed(grads[r]);
-      keep_packed(values[r]);
-      float d[kWidth], v[kWidth];
-      unpack(grads[r], d);
-      unpack(values[r], v);
-      if (relu) {
-        // A dropped or negative element is zero in the output: neither mask nor bias is needed again.
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) d[i] = v[i] > 0.f ? d[i] * dropout.scale : 0.f;
-      } else {
-        dropped.apply(d, r, row, walk.column);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) d[i] *= activation_gradient<T>(v[i] + add[i], activation);
-      }
-      store(dx + row * columns + walk.column, pack_floats<T>(d));
+    const auto write = [&](float (&d)[kWidth], int r) {
+      store(dx + tile.row(r) * columns + column, pack_floats<T>(d));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
+    };
+    if constexpr (kRelu) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (!inside || !tile.is_used(r)) break;
+        keep_packed(grads[r]);
+        keep_packed(values[r]);
+        // A dropped or negative element is zero in the output: neither mask nor bias is needed again.
+        clear_where_not_positive(grads[r], values[r]);
+        float d[kWidth];
+        unpack(grads[r], d);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) d[i] *= dropout.scale;
+        write(d, r);
+      }
+    } else {
+      const TileDropout<kWidth, kRows> dropped(key, tile, column);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (!inside || !tile.is_used(r)) break;
+        keep_packed(grads[r]);
+        keep_packed(values[r]);
+        float d[kWidth], v[kWidth];
+        unpack(grads[r], d);
+        dropped.apply(d, r);
+        unpack(values[r], v);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) d[i] *= activation_gradient<T>(v[i] + add[i], kActivation);
+        write(d, r);
+      }
     }
-  }
+  });
+  if (inside) clear_unused<kWidth>(dx, used, n, columns, column);
   if (has_dbias) {
     write_partial(workspace + static_cast<int64_t>(blockIdx.y) * columns, dbias,
                   static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, scratch);
   }
+}
+
+// Calls body(constant) with the activation as an integral constant.
+template <class Body>
+cudaError_t dispatch_activation(Activation activation, Body&& body) {
+  switch (activation) {
+    case Activation::kRelu:
+      return body(std::integral_constant<Activation, Activation::kRelu>());
+    case Activation::kGelu:
+      return body(std::integral_constant<Activation, Activation::kGelu>());
+    case Activation::kGeluTanh:
+      return body(std::integral_constant<Activation, Activation::kGeluTanh>());
+    case Activation::kSwish:
+      return body(std::integral_constant<Activation, Activation::kSwish>());
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
@@ -114,18 +157,20 @@ cudaError_t bias_activation_dropout_fwd(const TensorRef& y, const TensorRef& x, 
   if (n == 0 || columns == 0) return cudaSuccess;
   return dispatch_type(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto launch = [&](auto kernel, int width) {
-      const Tiles t = tiles(n, columns, width, kAnyRowBlocks);
-      kernel<<<t.grid, t.block, 0, stream>>>(y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns,
-                                             make_dropout(seed, p, offset), activation);
-      return cudaGetLastError();
-    };
-    constexpr int kWide = kPackWidth<T>;
-    if (!packs_fit<T>(columns, y.data, x.data, bias.data)) {
-      return launch(bias_activation_dropout_fwd_kernel<T, 1, false>, 1);
-    }
-    return activation == Activation::kRelu ? launch(bias_activation_dropout_fwd_kernel<T, kWide, true>, kWide)
-                                           : launch(bias_activation_dropout_fwd_kernel<T, kWide, false>, kWide);
+    return dispatch_activation(activation, [&](auto kind) {
+      constexpr Activation kKind = decltype(kind)::value;
+      const auto launch = [&](auto kernel, int width) {
+        // relu is held up by memory alone and is faster without the walk over tiles, the others with it.
+        const Tiles t = tiles(n, columns, width, kTileRows, kAnyRowBlocks,
+                              kKind == Activation::kRelu ? kBlockATile : kCardfulBlocks);
+        kernel<<<t.grid, t.block, 0, stream>>>(y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns,
+                                               make_dropout(seed, p, offset));
+        return cudaGetLastError();
+      };
+      return packs_fit<T>(columns, y.data, x.data, bias.data)
+                 ? launch(bias_activation_dropout_fwd_kernel<T, kPackWidth<T>, kKind>, kPackWidth<T>)
+                 : launch(bias_activation_dropout_fwd_kernel<T, 1, kKind>, 1);
+    });
   });
 }
 
@@ -139,17 +184,20 @@ cudaError_t bias_activation_dropout_bwd(const TensorRef& dx, const TensorRef& db
   if (n > 0 && columns > 0) {
     const cudaError_t error = dispatch_type(dy.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
-      const auto launch = [&](auto kernel, int width) {
-        const Tiles t = tiles(n, columns, width, kMaxRowBlocks);
-        row_blocks = static_cast<int>(t.grid.y);
-        kernel<<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(), saved.as<T>(),
-                                               bias.as<T>(), rows.as<int32_t>(), n, columns,
-                                               make_dropout(seed, p, offset), activation, static_cast<bool>(dbias));
-        return cudaGetLastError();
-      };
-      return packs_fit<T>(columns, dx.data, dy.data, saved.data, bias.data)
-                 ? launch(bias_activation_dropout_bwd_kernel<T, kPackWidth<T>>, kPackWidth<T>)
-                 : launch(bias_activation_dropout_bwd_kernel<T, 1>, 1);
+      return dispatch_activation(activation, [&](auto kind) {
+        constexpr Activation kKind = decltype(kind)::value;
+        const auto launch = [&](auto kernel, int width) {
+          const Tiles t = tiles(n, columns, width, kTileRows / 2, kMaxRowBlocks);
+          row_blocks = static_cast<int>(t.grid.y);
+          kernel<<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(), saved.as<T>(),
+                                                 bias.as<T>(), rows.as<int32_t>(), n, columns,
+                                                 make_dropout(seed, p, offset), static_cast<bool>(dbias));
+          return cudaGetLastError();
+        };
+        return packs_fit<T>(columns, dx.data, dy.data, saved.data, bias.data, workspace.data)
+                   ? launch(bias_activation_dropout_bwd_kernel<T, kPackWidth<T>, kKind>, kPackWidth<T>)
+                   : launch(bias_activation_dropout_bwd_kernel<T, 1, kKind>, 1);
+      });
     });
     if (error != cudaSuccess) return error;
   }

@@ -1,8 +1,8 @@
 // y = residual + dropout(x + bias); dx = mask * scale * dy, dbias = column sum of dx.
 //
 // bias_dropout_add_fwd_kernel
-//   Tiles of row_kernels.cuh, the bias pack in registers; bias and residual may be absent, which makes it dropout
-//   alone. Reads x and residual once, writes y once: 3 (without residual: 2) * N * C * sizeof(T) bytes.
+//   Tiles of row_kernels.cuh, a block each, the bias pack in registers; bias and residual may be absent, which makes it
+//   dropout alone. Reads x and residual once, writes y once: 3 (without residual: 2) * N * C * sizeof(T) bytes.
 // bias_dropout_add_bwd_kernel
 //   Tiles with at most 264 row blocks, the column sums in registers. Reads dy once, writes dx once: 2 * N * C *
 //   sizeof(T) bytes (1 without dropout, where dx is dy itself and not written).
@@ -11,47 +11,55 @@
 namespace ls_train {
 namespace {
 
-template <class T, int kWidth>
+// kAdd: with bias or residual; without them, dropout alone.
+template <class T, int kWidth, bool kAdd>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_dropout_add_fwd_kernel(T* __restrict__ y, const T* __restrict__ x, const T* __restrict__ bias,
                                 const T* __restrict__ residual, const int32_t* __restrict__ rows, int64_t n,
                                 int columns, const Dropout dropout) {
-  const TileWalk walk = tile_walk<kWidth>();
-  const bool inside = walk.column < columns;
-  const int64_t used = inside ? used_rows(rows, n) : 0;
+  constexpr int kRows = kAdd ? kTileRows / 2 : kTileRows;
+  const int column = tile_column<kWidth>();
+  const bool inside = column < columns;
+  if (kWidth > 1 && !inside) return;
+  const int64_t used = used_rows(rows, n);
   const DropoutKey key = dropout_key(dropout);
   float add[kWidth] = {};
-  if (bias != nullptr && inside) load_floats(bias + walk.column, add);
-  for (int64_t first = walk.first; first < n; first += walk.step * kTileRows) {
-    Pack<T, kWidth> values[kTileRows], residuals[kTileRows];
+  if (kAdd && bias != nullptr && inside) load_floats(bias + column, add);
+  for_tiles<kRows>(used, [&](const Tile<kRows>& tile) {
+    Pack<T, kWidth> values[kRows], residuals[kRows];
 #pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
-      const int64_t row = first + r * walk.step;
+    for (int r = 0; r < kRows; ++r) {
       residuals[r] = zero_pack<T, kWidth>();
-      if (row < used) {
-        values[r] = load_streaming<kWidth>(x + row * columns + walk.column);
-        if (residual != nullptr) residuals[r] = load_streaming<kWidth>(residual + row * columns + walk.column);
+      if (inside && tile.is_used(r)) {
+        const int64_t at = tile.row(r) * columns + column;
+        values[r] = load_streaming<kWidth>(x + at);
+        if (kAdd && residual != nullptr) residuals[r] = load_streaming<kWidth>(residual + at);
       }
     }
-    const TileDropout<kWidth, kTileRows> dropped(key, walk, first);
+    const TileDropout<kWidth, kRows> dropped(key, tile, column);
 #pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
-      const int64_t row = first + r * walk.step;
-      if (row >= n || !inside) break;
+    for (int r = 0; r < kRows; ++r) {
+      if (!inside || !tile.is_used(r)) break;
       keep_packed(values[r]);
-      keep_packed(residuals[r]);
-      float v[kWidth] = {};
-      if (row < used) {
-        unpack(values[r], v);
+      float v[kWidth];
+      unpack(values[r], v);
+      if (kAdd) {
+        keep_packed(residuals[r]);
+        float other[kWidth];
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) v[i] += add[i];
-        dropped.apply(v, r, row, walk.column);
+        dropped.apply(v, r);
+        unpack(residuals[r], other);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) v[i] += to_float(residuals[r].v[i]);
+        for (int i = 0; i < kWidth; ++i) v[i] += other[i];
+        values[r] = pack_floats<T>(v);
+      } else {
+        values[r] = dropped.template apply_and_pack<T>(v, r);
       }
-      store(y + row * columns + walk.column, pack_floats<T>(v));
+      store(y + tile.row(r) * columns + column, values[r]);
     }
-  }
+  });
+  if (inside) clear_unused<kWidth>(y, used, n, columns, column);
 }
 
 template <class T, int kWidth>
@@ -59,32 +67,31 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_dropout_add_bwd_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
                                 const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout) {
   __shared__ float scratch[kTileThreads * kWidth];
-  const TileWalk walk = tile_walk<kWidth>();
-  const bool inside = walk.column < columns;
-  const int64_t used = inside ? used_rows(rows, n) : 0;
+  const int column = tile_column<kWidth>();
+  const bool inside = column < columns;
+  const int64_t used = used_rows(rows, n);
   const DropoutKey key = dropout_key(dropout);
   float dbias[1][kWidth] = {};
-  for (int64_t first = walk.first; first < n; first += walk.step * kTileRows) {
+  for_tiles<kTileRows>(used, [&](const Tile<kTileRows>& tile) {
     Pack<T, kWidth> values[kTileRows];
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
-      const int64_t row = first + r * walk.step;
-      values[r] = row < used ? load_streaming<kWidth>(dy + row * columns + walk.column) : zero_pack<T, kWidth>();
+      if (inside && tile.is_used(r)) values[r] = load_streaming<kWidth>(dy + tile.row(r) * columns + column);
     }
-    const TileDropout<kWidth, kTileRows> dropped(key, walk, first);
+    const TileDropout<kWidth, kTileRows> dropped(key, tile, column);
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
-      const int64_t row = first + r * walk.step;
-      if (row >= n || !inside) break;
+      if (!inside || !tile.is_used(r)) break;
       keep_packed(values[r]);
       float d[kWidth];
       unpack(values[r], d);
-      dropped.apply(d, r, row, walk.column);
-      if (dx != nullptr) store(dx + row * columns + walk.column, pack_floats<T>(d));
+      dropped.apply(d, r);
+      if (dx != nullptr) store(dx + tile.row(r) * columns + column, pack_floats<T>(d));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
     }
-  }
+  });
+  if (dx != nullptr && inside) clear_unused<kWidth>(dx, used, n, columns, column);
   write_partial(workspace + static_cast<int64_t>(blockIdx.y) * columns, dbias,
                 static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, scratch);
 }
@@ -97,14 +104,19 @@ cudaError_t launch_fwd(const TensorRef& y, const TensorRef& x, const TensorRef& 
   return dispatch_type(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto launch = [&](auto kernel, int width) {
-      const Tiles t = tiles(n, columns, width, kAnyRowBlocks);
+      const Tiles t = tiles(n, columns, width, kTileRows, kAnyRowBlocks, kBlockATile);
       kernel<<<t.grid, t.block, 0, stream>>>(y.as<T>(), x.as<T>(), bias.as<T>(), residual.as<T>(), rows.as<int32_t>(),
                                              n, columns, dropout);
       return cudaGetLastError();
     };
-    return packs_fit<T>(columns, y.data, x.data, bias.data, residual.data)
-               ? launch(bias_dropout_add_fwd_kernel<T, kPackWidth<T>>, kPackWidth<T>)
-               : launch(bias_dropout_add_fwd_kernel<T, 1>, 1);
+    constexpr int kWide = kPackWidth<T>;
+    const bool packs = packs_fit<T>(columns, y.data, x.data, bias.data, residual.data);
+    if (bias || residual) {
+      return packs ? launch(bias_dropout_add_fwd_kernel<T, kWide, true>, kWide)
+                   : launch(bias_dropout_add_fwd_kernel<T, 1, true>, 1);
+    }
+    return packs ? launch(bias_dropout_add_fwd_kernel<T, kWide, false>, kWide)
+                 : launch(bias_dropout_add_fwd_kernel<T, 1, false>, 1);
   });
 }
 
@@ -131,13 +143,13 @@ cudaError_t bias_dropout_add_bwd(const TensorRef& dx, const TensorRef& dbias, co
     const cudaError_t error = dispatch_type(dy.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
       const auto launch = [&](auto kernel, int width) {
-        const Tiles t = tiles(n, columns, width, kMaxRowBlocks);
+        const Tiles t = tiles(n, columns, width, kTileRows, kMaxRowBlocks);
         row_blocks = static_cast<int>(t.grid.y);
         kernel<<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(), rows.as<int32_t>(), n,
                                                columns, dropout);
         return cudaGetLastError();
       };
-      return packs_fit<T>(columns, dx.data, dy.data)
+      return packs_fit<T>(columns, dx.data, dy.data, workspace.data)
                  ? launch(bias_dropout_add_bwd_kernel<T, kPackWidth<T>>, kPackWidth<T>)
                  : launch(bias_dropout_add_bwd_kernel<T, 1>, 1);
     });

@@ -1,5 +1,6 @@
-// sum = residual + dropout(x + bias), y = LN(sum) and the backward; the kernels are in layer_norm.cuh.
-#include "layer_norm.cuh"
+// sum = residual + dropout(x + bias), y = LN(sum) and the backward; the kernels are in layer_norm.cuh and
+// layer_norm_bwd.cuh.
+#include "layer_norm_bwd.cuh"
 
 namespace ls_train {
 

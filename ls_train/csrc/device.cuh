@@ -149,6 +149,30 @@ __device__ __forceinline__ Pack<T, kWidth> pack_floats(const float (&x)[kWidth])
   return pack;
 }
 
+// pack_floats(max(x, 0)) where NaN stays NaN.
+template <class T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> pack_positive_parts(const float (&x)[kWidth]) {
+  Pack<T, kWidth> pack;
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(T) == 2 && kWidth % 2 == 0) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(&pack);
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) {
+      if constexpr (std::is_same_v<T, half>) {
+        asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
+      } else {
+        asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
+      }
+    }
+  } else
+#endif
+  {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) pack.v[i] = from_float<T>(x[i] < 0.f ? 0.f : x[i]);
+  }
+  return pack;
+}
+
 // Loads kWidth floats or Ts as floats; weights and biases, which every row reads again, so without a streaming hint.
 template <int kWidth, class T>
 __device__ __forceinline__ void load_floats(const T* p, float (&x)[kWidth]) {

@@ -30,18 +30,19 @@ struct EmbeddingForward {
 
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks) embedding_fwd_kernel(const EmbeddingForward<T> a) {
-  const TileWalk walk = tile_walk<kWidth>();
-  if (walk.column >= a.columns) return;
+  const int column = tile_column<kWidth>();
+  if (column >= a.columns) return;
   const int64_t used = used_rows(a.rows, a.n);
   const DropoutKey key = dropout_key(a.dropout);
-  for (int64_t first = walk.first; first < a.n; first += walk.step * kTileRows) {
+  // Unused rows are zeroed by the same loop.
+  for_tiles<kTileRows>(a.n, [&](const Tile<kTileRows>& tile) {
     int64_t token[kTileRows], position[kTileRows];
     Pack<T, kWidth> values[kTileRows], places[kTileRows];
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
-      const int64_t row = first + r * walk.step;
-      token[r] = row < used ? a.tokens[row] : -1;
-      position[r] = row < used && a.position_weight != nullptr ? a.positions[row] : 0;
+      const int64_t row = tile.row(r);
+      token[r] = tile.is_used(r) && row < used ? a.tokens[row] : -1;
+      position[r] = tile.is_used(r) && row < used && a.position_weight != nullptr ? a.positions[row] : 0;
     }
     bool valid[kTileRows];
 #pragma unroll
@@ -50,28 +51,28 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks) embedding_fwd_kerne
                  (a.position_weight == nullptr || position[r] < a.position_count);
       values[r] = places[r] = zero_pack<T, kWidth>();
       if (valid[r]) {
-        values[r] = load<kWidth>(a.weight + token[r] * a.columns + walk.column);
+        values[r] = load<kWidth>(a.weight + token[r] * a.columns + column);
         if (a.position_weight != nullptr) {
-          places[r] = load<kWidth>(a.position_weight + position[r] * a.columns + walk.column);
+          places[r] = load<kWidth>(a.position_weight + position[r] * a.columns + column);
         }
       }
     }
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
-      const int64_t row = first + r * walk.step;
-      if (row >= a.n) break;
+      const int64_t row = tile.row(r);
+      if (!tile.is_used(r)) break;
       keep_packed(values[r]);
       keep_packed(places[r]);
       float v[kWidth];
       unpack(values[r], v);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v[i] = fmaf(a.scale, v[i], to_float(places[r].v[i]));
-      drop(v, key, row, walk.column);
+      drop(v, key, row, column);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v[i] = valid[r] ? v[i] : row < used ? __int_as_float(0x7fc00000) : 0.f;
-      store(a.y + row * a.columns + walk.column, pack_floats<T>(v));
+      store(a.y + row * a.columns + column, pack_floats<T>(v));
     }
-  }
+  });
 }
 
 constexpr int kBackwardThreads = 256;
@@ -205,7 +206,7 @@ cudaError_t embedding_fwd(const TensorRef& y, const TensorRef& tokens, const Ten
     a.dropout = make_dropout(seed, p, offset);
     if (a.n == 0 || a.columns == 0) return cudaSuccess;
     const auto launch = [&](auto kernel, int width) {
-      const Tiles t = tiles(a.n, a.columns, width, kAnyRowBlocks);
+      const Tiles t = tiles(a.n, a.columns, width, kTileRows, kAnyRowBlocks);
       kernel<<<t.grid, t.block, 0, stream>>>(a);
       return cudaGetLastError();
     };

@@ -1,5 +1,5 @@
-// y = LN(x) and its backward; the kernels are in layer_norm.cuh.
-#include "layer_norm.cuh"
+// y = LN(x) and its backward; the kernels are in layer_norm.cuh and layer_norm_bwd.cuh.
+#include "layer_norm_bwd.cuh"
 
 namespace ls_train {
 

@@ -1,15 +1,11 @@
-// Layer normalisation with and without bias + dropout + residual before it: the kernels behind layer_norm.cu and
-// bias_dropout_add_layer_norm.cu (kAdd). Statistics are float, the variance is two-pass over values in registers.
+// Layer normalisation with and without bias + dropout + residual before it: the forward kernel behind layer_norm.cu and
+// bias_dropout_add_layer_norm.cu (kAdd); layer_norm_bwd.cuh has the backward. Statistics are float, the variance
+// is two-pass over values in registers.
 //
 // layer_norm_fwd_kernel
 //   Grid ceil(N / groups), block (lanes, groups): `lanes` threads hold one row in registers, four packs each.
 //   Reads x (and residual) once, writes y (and sum) once: 2 (kAdd: 4) * N * C * sizeof(T) bytes. The instantiation for
 //   kWidth 1 goes over rows that do not fit into registers in chunks and reads them from memory in its later passes.
-// layer_norm_bwd_kernel
-//   Grid min(264, ceil(N / groups)) and a loop over rows, block (lanes, groups): a thread keeps kBackwardElements
-//   columns, their weight and their column sums in registers and takes kRows rows at a time. Reads dy and the
-//   normalised rows (and dsum) once, writes dx (kAdd: dresidual, and dx with dropout) once: 3 to 5 * N * C * sizeof(T)
-//   bytes. Rows of more than 512 * kBackwardElements columns go to layer_norm_bwd_wide.
 #pragma once
 
 #include "row_kernels.cuh"
@@ -18,7 +14,6 @@ namespace ls_train {
 
 template <class T, int kWidth>
 constexpr int kForwardElements = kWidth == 1 ? 8 : 4 * kWidth;
-constexpr int kBackwardElements = 8;
 constexpr int kMaxLanes = 512;
 
 template <class T>
@@ -38,28 +33,6 @@ struct NormForward {
   float eps;
   Dropout dropout;
 };
-
-template <class T>
-struct NormBackward {
-  T* dx;         // kAdd: may be null, gets mask * scale * dresidual
-  T* dresidual;  // gradient of the normalised rows
-  const T* dy;
-  const T* dsum;  // gradient that reaches the normalised rows by another path; may be null
-  const T* sum;   // the normalised rows
-  const float* mean;
-  const float* rstd;
-  const T* weight;
-  float* workspace;  // dweight, dnorm_bias and, with has_dbias, dbias
-  const int32_t* rows;
-  int64_t n;
-  int columns;
-  bool has_dbias;
-  Dropout dropout;
-};
-
-// Rows too wide for registers; dtype is T's.
-template <class T>
-cudaError_t layer_norm_bwd_wide(const NormBackward<T>& a, int row_blocks, cudaStream_t stream);
 
 template <class T, int kWidth, bool kAdd>
 __global__ void __launch_bounds__(kMaxLanes, kWidth > 1 ? 2 : 1) layer_norm_fwd_kernel(const NormForward<T> a) {
@@ -165,113 +138,6 @@ __global__ void __launch_bounds__(kMaxLanes, kWidth > 1 ? 2 : 1) layer_norm_fwd_
   }
 }
 
-template <class T, int kWidth, bool kAdd>
-__global__ void __launch_bounds__(kMaxLanes) layer_norm_bwd_kernel(const NormBackward<T> a) {
-  constexpr int kPacks = kBackwardElements / kWidth;
-  // About as many bytes in flight whatever the number of input tensors, and no more registers than there are.
-  constexpr int kRows = kWidth == 1 ? 1 : kPacks == 1 ? (kAdd ? 2 : 3) : (kAdd ? 1 : 2);
-  __shared__ float scratch[kMaxLanes * kBackwardElements];
-  const int lanes = static_cast<int>(blockDim.x);
-  const int groups = static_cast<int>(blockDim.y);
-  const int64_t used = used_rows(a.rows, a.n);
-  const DropoutKey key = kAdd ? dropout_key(a.dropout) : DropoutKey{};
-  const float per_column = 1.f / static_cast<float>(a.columns);
-
-  float dweight[kPacks][kWidth] = {}, dnorm_bias[kPacks][kWidth] = {}, dbias[kPacks][kWidth] = {};
-  Pack<T, kWidth> weight[kPacks];
-  const auto column = [&](int k) { return (k * lanes + static_cast<int>(threadIdx.x)) * kWidth; };
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    weight[k] = zero_pack<T, kWidth>();
-    if (column(k) < a.columns) weight[k] = load<kWidth>(a.weight + column(k));
-  }
-
-  const int64_t step = static_cast<int64_t>(gridDim.x) * groups;
-  // All groups of a block go round equally often: the reductions are barriers.
-  for (int64_t block_row = static_cast<int64_t>(blockIdx.x) * groups; block_row < a.n; block_row += step * kRows) {
-    Pack<T, kWidth> dy[kRows][kPacks], normalised[kRows][kPacks], dsum[kRows][kPacks];
-    float mean[kRows], rstd[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t row = block_row + r * step + threadIdx.y;
-      mean[r] = row < used ? a.mean[row] : 0.f;
-      rstd[r] = row < used ? a.rstd[row] : 0.f;
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) {
-        const int64_t at = row * a.columns + column(k);
-        dy[r][k] = normalised[r][k] = dsum[r][k] = zero_pack<T, kWidth>();
-        if (row < used && column(k) < a.columns) {
-          dy[r][k] = load_streaming<kWidth>(a.dy + at);
-          normalised[r][k] = load_streaming<kWidth>(a.sum + at);
-          if (a.dsum != nullptr) dsum[r][k] = load_streaming<kWidth>(a.dsum + at);
-        }
-      }
-    }
-    float sums[2 * kRows] = {};  // of g and g * xhat, g = dy * weight
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) {
-        float d[kWidth], x[kWidth], w[kWidth];  // columns and rows beyond the end have d = 0
-        unpack(dy[r][k], d);
-        unpack(normalised[r][k], x);
-        unpack(weight[k], w);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          const float xhat = (x[i] - mean[r]) * rstd[r];
-          const float g = d[i] * w[i];
-          sums[2 * r] += g;
-          sums[2 * r + 1] += g * xhat;
-          dweight[k][i] += d[i] * xhat;
-          dnorm_bias[k][i] += d[i];
-        }
-      }
-    }
-    group_reduce<Sum>(sums, linear_thread(), lanes, scratch);
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) keep_packed(weight[k]);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) {
-        keep_packed(dy[r][k]);
-        keep_packed(normalised[r][k]);
-      }
-      const int64_t row = block_row + r * step + threadIdx.y;
-      const float mean_g = sums[2 * r] * per_column, mean_gx = sums[2 * r + 1] * per_column;
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) {
-        if (row >= a.n || column(k) >= a.columns) continue;
-        const int64_t at = row * a.columns + column(k);
-        float d[kWidth], x[kWidth], w[kWidth], other[kWidth];
-        unpack(dy[r][k], d);
-        unpack(normalised[r][k], x);
-        unpack(weight[k], w);
-        unpack(dsum[r][k], other);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          const float xhat = (x[i] - mean[r]) * rstd[r];
-          d[i] = rstd[r] * (d[i] * w[i] - mean_g - xhat * mean_gx) + other[i];  // zero in unused rows
-        }
-        store(a.dresidual + at, pack_floats<T>(d));
-        if constexpr (kAdd) {
-          drop(d, key, row, column(k));
-          if (a.dx != nullptr) store(a.dx + at, pack_floats<T>(d));
-#pragma unroll
-          for (int i = 0; i < kWidth; ++i) dbias[k][i] += d[i];
-        }
-      }
-    }
-  }
-
-  const auto partial = [&](int sum) {
-    return a.workspace + static_cast<int64_t>(sum * gridDim.x + blockIdx.x) * a.columns;
-  };
-  write_partial(partial(0), dweight, 0, a.columns, scratch);
-  write_partial(partial(1), dnorm_bias, 0, a.columns, scratch);
-  if (kAdd && a.has_dbias) write_partial(partial(2), dbias, 0, a.columns, scratch);
-}
-
 template <class T, bool kAdd>
 cudaError_t launch_layer_norm_fwd(const NormForward<T>& a, cudaStream_t stream) {
   if (a.n == 0 || a.columns == 0) return cudaSuccess;
@@ -285,29 +151,6 @@ cudaError_t launch_layer_norm_fwd(const NormForward<T>& a, cudaStream_t stream) 
     layer_norm_fwd_kernel<T, 1, kAdd><<<g.blocks, g.block, 0, stream>>>(a);
   }
   return cudaGetLastError();
-}
-
-template <class T, bool kAdd>
-cudaError_t launch_layer_norm_bwd(const NormBackward<T>& a, const ColumnSums& sums, DType dtype, bool accumulate,
-                                  cudaStream_t stream) {
-  int row_blocks = 0;
-  if (a.n > 0 && a.columns > 0) {
-    const bool packs = packs_fit<T>(a.columns, a.dx, a.dresidual, a.dy, a.dsum, a.sum, a.weight);
-    const int width = packs ? kPackWidth<T> : 1;
-    const RowGroups g = row_groups(a.n, a.columns, width, kBackwardElements, kMaxLanes);
-    row_blocks = static_cast<int>(std::min<unsigned>(kMaxRowBlocks, g.blocks));
-    if (a.columns > kMaxLanes * kBackwardElements) {
-      const cudaError_t error = layer_norm_bwd_wide(a, row_blocks, stream);
-      if (error != cudaSuccess) return error;
-    } else if (packs) {
-      layer_norm_bwd_kernel<T, kPackWidth<T>, kAdd><<<row_blocks, g.block, 0, stream>>>(a);
-    } else {
-      layer_norm_bwd_kernel<T, 1, kAdd><<<row_blocks, g.block, 0, stream>>>(a);
-    }
-  }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-  return finish_column_sums(sums, dtype, a.workspace, row_blocks, a.columns, accumulate, stream);
 }
 
 }  // namespace ls_train

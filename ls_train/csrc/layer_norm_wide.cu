@@ -1,12 +1,12 @@
-// Layer norm backward for rows of more than 4096 columns, which the register kernel of layer_norm.cuh cannot hold. Any
-// alignment, element by element: correctness for sizes that no recipe uses.
+// Layer norm backward for rows of more columns than the kernels of layer_norm_bwd.cuh can hold. Any alignment, element
+// by element: correctness for sizes that no recipe uses.
 //
 // layer_norm_bwd_wide_rows_kernel
 //   Grid N, block 512, one row a block. Reads dy and the normalised rows twice (the second time mostly from L2), dsum
 //   once, writes dresidual (and dx) once.
 // layer_norm_bwd_wide_columns_kernel
 //   Tiles of row_kernels.cuh. Reads dy and the normalised rows (and dresidual) once more for the partial column sums.
-#include "layer_norm.cuh"
+#include "layer_norm_bwd.cuh"
 
 namespace ls_train {
 namespace {
@@ -49,18 +49,20 @@ __global__ void __launch_bounds__(kThreads) layer_norm_bwd_wide_rows_kernel(cons
 template <class T>
 __global__ void __launch_bounds__(kTileThreads) layer_norm_bwd_wide_columns_kernel(const NormBackward<T> a) {
   __shared__ float scratch[kTileThreads];
-  const TileWalk walk = tile_walk<1>();
+  const int column = tile_column<1>();
   const int64_t used = used_rows(a.rows, a.n);
   const DropoutKey key = dropout_key(a.dropout);
   float dweight[1][1] = {}, dnorm_bias[1][1] = {}, dbias[1][1] = {};
-  for (int64_t row = walk.first; walk.column < a.columns && row < used; row += walk.step) {
-    const int64_t at = row * a.columns + walk.column;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
+  int64_t row = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
+  for (; column < a.columns && row < used; row += step) {
+    const int64_t at = row * a.columns + column;
     const float dy = to_float(a.dy[at]);
     dweight[0][0] += dy * (to_float(a.sum[at]) - a.mean[row]) * a.rstd[row];
     dnorm_bias[0][0] += dy;
     if (a.has_dbias) {
       float dx[1] = {to_float(a.dresidual[at])};
-      drop(dx, key, row, walk.column);
+      drop(dx, key, row, column);
       dbias[0][0] += dx[0];
     }
   }
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(kTileThreads) layer_norm_bwd_wide_columns_kern
 template <class T>
 cudaError_t layer_norm_bwd_wide(const NormBackward<T>& a, int row_blocks, cudaStream_t stream) {
   layer_norm_bwd_wide_rows_kernel<<<static_cast<unsigned>(a.n), kThreads, 0, stream>>>(a);
-  Tiles t = tiles(a.n, a.columns, 1, kMaxRowBlocks);
+  Tiles t = tiles(a.n, a.columns, 1, 1, kMaxRowBlocks);
   t.grid.y = static_cast<unsigned>(row_blocks);
   layer_norm_bwd_wide_columns_kernel<<<t.grid, t.block, 0, stream>>>(a);
   return cudaGetLastError();

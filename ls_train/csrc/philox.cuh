@@ -58,7 +58,18 @@ struct Keep8 {
   __device__ __forceinline__ bool operator[](int lane) const {
     return lane % 2 ? static_cast<int32_t>(word[lane / 2]) < 0 : (word[lane / 2] & 0x8000u) != 0;
   }
+
+  // 0xffff in the halves of lanes 2 * pair and 2 * pair + 1 that are kept: to be ANDed with two 16-bit elements.
+  __device__ __forceinline__ uint32_t mask(int pair) const {
+    uint32_t mask;
+    asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(mask) : "r"(word[pair]));  // repeats the signs of bytes 1 and 3
+    return mask;
+  }
 };
+
+__device__ __forceinline__ Keep8 keep_all() {
+  return {{DropoutKey::kKeepAll, DropoutKey::kKeepAll, DropoutKey::kKeepAll, DropoutKey::kKeepAll}};
+}
 
 __device__ __forceinline__ Keep8 keep8_plane(const DropoutKey& key, uint32_t plane, uint32_t row, uint32_t group) {
   uint32_t c0 = group, c1 = row, c2 = plane, c3 = key.offset, k0 = key.key0, k1 = key.key1;
@@ -82,11 +93,18 @@ __device__ __forceinline__ Keep8 keep8(const DropoutKey& key, int64_t row, uint3
   return keep8_plane(key, static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32), static_cast<uint32_t>(row), group);
 }
 
+// Sets what is dropped of eight 16-bit elements to zero.
+template <class Pack>
+__device__ __forceinline__ void clear_dropped(Pack& pack, const Keep8& keep) {
+  static_assert(sizeof(Pack) == 16 && sizeof(pack.v[0]) == 2);
+  uint32_t* words = reinterpret_cast<uint32_t*>(&pack);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] &= keep.mask(i);
+}
+
 // Applies dropout to kWidth elements of a row; kWidth divides 8 and column is a multiple of it.
 template <int kWidth>
-__device__ __forceinline__ void drop(float (&x)[kWidth], const DropoutKey& key, int64_t row, int column) {
-  if (!key.active()) return;
-  Keep8 keep = keep8(key, row, static_cast<uint32_t>(column) / 8);
+__device__ __forceinline__ void drop(float (&x)[kWidth], Keep8 keep, float scale, int column) {
   const int lane = column % 8;
   if constexpr (kWidth == 4) {
     keep.word[0] = lane == 0 ? keep.word[0] : keep.word[2];
@@ -98,7 +116,12 @@ __device__ __forceinline__ void drop(float (&x)[kWidth], const DropoutKey& key, 
     keep.word[0] = lane % 2 ? word >> 16 : word;
   }
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) x[i] = keep[i] ? x[i] * key.scale : 0.f;
+  for (int i = 0; i < kWidth; ++i) x[i] = keep[i] ? x[i] * scale : 0.f;
+}
+
+template <int kWidth>
+__device__ __forceinline__ void drop(float (&x)[kWidth], const DropoutKey& key, int64_t row, int column) {
+  if (key.active()) drop(x, keep8(key, row, static_cast<uint32_t>(column) / 8), key.scale, column);
 }
 
 // Decisions for rows that cannot be moved in packs, where element k of lane l is column first(k) + l of row(k) and

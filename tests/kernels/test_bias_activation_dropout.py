@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,7 +46,7 @@ class TestLeaf(LeafContract):
 @on_every_type
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("shape", ROW_SHAPES)
+@pytest.mark.parametrize("shape", [*ROW_SHAPES, (5000, 256)])  # the last: blocks that walk over several tiles
 def test_matches_torch(shape: tuple[int, int], p: float, activation: str, device: str, dtype: torch.dtype) -> None:
     x = torch.randn(shape, device=device).to(dtype)
     bias = torch.randn(shape[1], device=device).to(dtype)
@@ -62,6 +64,15 @@ def test_large_inputs(activation: str, device: str, dtype: torch.dtype) -> None:
     """Values far outside the activation's curved part neither overflow nor become NaN."""
     x = torch.tensor([[-1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 100.0, 1e4]], device=device).to(dtype)
     assert_matches_torch(lambda x: bias_activation_dropout(x, None, activation), NATIVE[activation], (x,))
+
+
+@on_every_type
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_overflow_stays_visible(activation: str, device: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[math.inf, math.nan, 1.0, -1.0] * 4], device=device).to(dtype)
+    y = bias_activation_dropout(x, None, activation)
+    assert torch.equal(y.isposinf(), x.isposinf())
+    assert torch.equal(y.isnan(), x.isnan())
 
 
 @on_every_type

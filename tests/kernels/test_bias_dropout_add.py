@@ -30,7 +30,7 @@ class TestLeaf(LeafContract):
 
 @on_every_type
 @pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("shape", ROW_SHAPES)
+@pytest.mark.parametrize("shape", [*ROW_SHAPES, (9000, 256)])  # the last: blocks that walk over several tiles
 def test_matches_torch(shape: tuple[int, int], p: float, device: str, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, *shape, device=device).to(dtype)
     bias = torch.randn(shape[1], device=device).to(dtype)

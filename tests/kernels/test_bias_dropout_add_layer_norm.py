@@ -8,9 +8,10 @@ from torch import Tensor
 from ls_train.ops import bias_dropout_add_layer_norm
 from ls_train.ops._arguments import statistics_dtype
 from ls_train.ops.bias_dropout_add_layer_norm import bias_dropout_add_layer_norm_workspace
-from ls_train.testing import ROW_SHAPES, assert_matches_torch
+from ls_train.testing import assert_matches_torch
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run, seed_tensor
 from tests.kernels.test_dropout import kept
+from tests.kernels.test_layer_norm import NORM_SHAPES
 
 
 def native(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor, p: float) -> list[Tensor]:
@@ -48,7 +49,7 @@ class TestLeaf(LeafContract):
 
 @on_every_type
 @pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("shape", [shape for shape in ROW_SHAPES if shape[1] > 1])
+@pytest.mark.parametrize("shape", NORM_SHAPES)
 def test_matches_torch(shape: tuple[int, int], p: float, device: str, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, *shape, device=device).to(dtype)
     bias, weight, norm_bias = torch.randn(3, shape[1], device=device).to(dtype)

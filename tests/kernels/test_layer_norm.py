@@ -10,6 +10,12 @@ from ls_train.ops.layer_norm import layer_norm_workspace
 from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run
 
+NORM_SHAPES = (
+    *(shape for shape in ROW_SHAPES if shape[1] > 1),
+    *((40, 512), (9, 1000), (5, 4096), (3, 8192), (3, 8200), (5, 4098), (2500, 256)),
+)
+"""Rows held in one, two and four packs a thread, by one warp and many, and not at all; more rows than row groups."""
+
 
 class TestLeaf(LeafContract):
     def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
@@ -28,7 +34,7 @@ class TestLeaf(LeafContract):
 
 
 @on_every_type
-@pytest.mark.parametrize("shape", [shape for shape in ROW_SHAPES if shape[1] > 1])
+@pytest.mark.parametrize("shape", NORM_SHAPES)
 def test_matches_torch(shape: tuple[int, int], device: str, dtype: torch.dtype) -> None:
     columns = shape[1]
     x = torch.randn(shape, device=device).to(dtype)
