@@ -3,8 +3,8 @@
 fairseq sorts by length and counts padded sizes, because padding costs its models time. Packed rows have none: here a
 batch takes sentences, drawn at random, until the source or the target tokens reach ``--max-tokens``. All batches then
 have about as many rows a side and as long a longest sentence, so that few shapes, and with ``--ls-cuda-graph`` few
-graphs, serve nearly all steps. Which sentences share a batch depends on ``--seed`` alone, as a run that is resumed in a
-later epoch needs it; fairseq's iterator shuffles the batches by seed and epoch, and deals them out to ranks, as ever.
+graphs, serve nearly all steps. Which sentences share a batch depends on ``--seed`` and the epoch in which fairseq makes
+the batches; its iterator keeps them, shuffles them by seed and epoch, and deals them out to ranks, as ever.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def filled_by_tokens(task: Any, keeps_order: bool) -> Iterator[None]:
     make = task.get_batch_iterator
 
     @functools.wraps(make)
-    def get_batch_iterator(dataset: Any, *args: Any, seed: int = 1, **kwargs: Any) -> Any:
-        dataset.batch_by_size = functools.partial(_batch_by_size, dataset, None if keeps_order else seed)
+    def get_batch_iterator(dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **kwargs: Any) -> Any:
+        dataset.batch_by_size = functools.partial(_batch_by_size, dataset, None if keeps_order else (seed, epoch))
         try:
-            return make(dataset, *args, seed=seed, **kwargs)
+            return make(dataset, *args, seed=seed, epoch=epoch, **kwargs)
         finally:
             del dataset.batch_by_size
 
@@ -77,7 +77,7 @@ def filled_by_tokens(task: Any, keeps_order: bool) -> Iterator[None]:
 
 def _batch_by_size(
     dataset: Any,
-    seed: int | None,
+    seed: tuple[int, int] | None,
     indices: Sequence[int],
     max_tokens: int | None = None,
     max_sentences: int | None = None,
@@ -90,7 +90,6 @@ def _batch_by_size(
         raise UserError(f"{OPTION}: --num-batch-buckets makes batches of fixed padded shapes; drop one of the two")
     indices = np.asarray(indices, dtype=np.int64)
     if seed is not None:
-        # fairseq's order depends on the epoch in which a run was started.
-        indices = np.random.default_rng(seed).permutation(np.sort(indices))
+        indices = np.random.default_rng(seed).permutation(indices)
     sizes = np.asarray(dataset.sizes)[indices].reshape(len(indices), -1)
     return [indices[part] for part in fill(sizes, int(max_tokens), max_sentences, required_batch_size_multiple)]
