@@ -6,11 +6,9 @@
 //   Reads grad once, reads and writes param or its float master, exp_avg and exp_avg_sq once, writes the 16-bit param
 //   once: 28 bytes a parameter, with 16-bit param and grad as with float ones. With 16-bit remainders instead of the
 //   masters 24 bytes: param and remainder are read and written.
-//   Runs where adam_bulk_kernel (adam_bulk.cuh) cannot.
 // adam_prepare_kernel
 //   One block; 16 * S bytes.
 #include "adam.cuh"
-#include "adam_bulk.cuh"
 #include "ops.h"
 
 namespace ls_train {
@@ -33,7 +31,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) adam_kerne
 
 template <class T, Master kMaster>
 cudaError_t launch_adam(const Adam<T>& a, bool aligned, cudaStream_t stream) {
-  if (aligned && adam_bulk_fits<T, kMaster>(a)) return adam_bulk<T, kMaster>(a, stream);
   const auto kernel = aligned ? adam_kernel<T, kPackWidth<float>, kMaster> : adam_kernel<T, 1, kMaster>;
   kernel<<<static_cast<unsigned>(ceil_div<int64_t>(a.n, kBlockElements)), kThreads, 0, stream>>>(a);
   return cudaGetLastError();

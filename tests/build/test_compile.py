@@ -97,8 +97,8 @@ def test_memory_bound_kernels_move_16_bytes(compiled) -> None:
         types = re.search(r"_kernelI(?:6__half|13__nv_bfloat16|f)", symbol)
         kind = types[0][len("_kernelI") :] if types else ""
         kernels[name].add(kind)
-        loads = re.search(r"ld\.global[.\w]*\.v4|cp\.async\.\w+\.shared[:\w]*\.global", text)
-        stores = re.search(r"st\.global[.\w]*\.v4|cp\.async\.bulk\.global\.shared", text)
+        loads = re.search(r"ld\.global[.\w]*\.v4|cp\.async\.\w+\.shared\.global", text)
+        stores = re.search(r"st\.global[.\w]*\.v4", text)
         if loads and (stores or name in READ_ONLY):
             kernels[name].add(f"{kind} in 16 bytes")
     assert kernels.keys() >= ELEMENTWISE | READ_ONLY
