@@ -113,7 +113,7 @@ class DeviceStep:
 
     def _whole(self, samples: Sequence[Any], plan: Plan) -> PendingUpdate:
         (sample,) = samples
-        shape, batch, counted = self._load("update", sample, plan)
+        shape, batch, counted = self._batches.load(sample, plan)
         # What a replay reads must have arrived before.
         self._optimizer.upload_hyper()
         values = self.graphs("update", shape, lambda: self._update_of(batch))
@@ -157,14 +157,10 @@ class DeviceStep:
             batch, counted = pack_batch(sample, criterion.padding_idx, self._device, prefix, plan)
             return self._forward_backward(batch), batch.inverse, counted
         kind = "next micro-batch" if accumulates else "first micro-batch"
-        shape, batch, counted = self._load(kind, sample, plan)
+        shape, batch, counted = self._batches.load(sample, plan)
         sums = self.graphs(kind, shape, lambda: self._forward_backward(batch), self._parameters)
         # The next micro-batch writes to the same memory.
         return sums.clone(), batch.inverse, counted
-
-    def _load(self, kind: str, sample: Any, plan: Plan) -> tuple[tuple[int, ...], PackedBatch, int]:
-        place = self.graphs.place
-        return self._batches.load(sample, plan, lambda shape, cost, least: place(kind, shape, cost, least))
 
     def _forward_backward(self, batch: PackedBatch) -> Tensor:
         """Return the sums that are logged, float32 (len(names),)."""

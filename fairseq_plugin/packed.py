@@ -6,7 +6,7 @@ targets and layout reach the device in one copy that nobody waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,11 +91,6 @@ class Buckets:
         if sequences > bound:
             bound = level(sequences, 0, 8)
         return self._rows(rows), self._rows(source_rows), length, bound
-
-    @staticmethod
-    def cost(shape: Shape) -> float:
-        """Return about what a step of ``shape`` costs; a decoder's row costs two of an encoder's."""
-        return (2 * shape[0] + shape[1]) * (1 + shape[2] / 8192)
 
     def _rows(self, count: int) -> int:
         if count == 0:
@@ -189,12 +184,7 @@ class StaticBatches:
         self._block = torch.empty(0, dtype=torch.int64, device=device)
         self._known: dict[Shape, tuple[Tensor, PackedBatch]] = {}
 
-    def load(
-        self,
-        sample: Mapping[str, Any],
-        plan: Plan = NO_PLAN,
-        place: Callable[[Shape, Callable[[Shape], float], float], Shape] | None = None,
-    ) -> tuple[Shape, PackedBatch, int]:
+    def load(self, sample: Mapping[str, Any], plan: Plan = NO_PLAN) -> tuple[Shape, PackedBatch, int]:
         """Return the shape of ``sample``, its batch and the number of targets that count.
 
         The batch is valid until the next one is loaded; the copy waits its turn on the current stream.
@@ -202,7 +192,6 @@ class StaticBatches:
         Args:
             sample: see :func:`pack_batch`.
             plan: see :func:`pack_batch`.
-            place: chooses a larger shape, as :meth:`ls_train.graph.CapturedCalls.place` does.
 
         Raises:
             ValueError: see :func:`pack_batch`.
@@ -210,9 +199,6 @@ class StaticBatches:
         sides, target, counted = _layouts(sample, self._padding_idx, self._prefix)
         rows = [len(side.tokens) for side in sides] + [0] * (2 - len(sides))
         shape = self._buckets.shape(*rows, max(side.max_length for side in sides), len(sides[0].ends) - 1)
-        if place is not None:
-            cost = self._buckets.cost
-            shape = place(shape, cost, cost((*rows, *shape[2:])))
         parts = [*_head(plan), _Part(target, shape[0], self._padding_idx)]
         for side, count in zip(sides, shape):
             parts += side.parts(self._padding_idx, count, shape[3])

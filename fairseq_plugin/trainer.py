@@ -80,7 +80,8 @@ class LSTrainer(FairseqTrainer):
             logger.info(f"training step: fairseq's own runs because of {', '.join(reasons)}")
         wanted = getattr(cfg.optimizer, "ls_cuda_graph", "off")
         reasons = graph_obstacles(model, self.cuda, self.is_lean)
-        self._replays = wanted != "off" and not reasons
+        # Several ranks' sums hide behind an eager backward, not behind a replayed one.
+        self._replays = not reasons and (wanted == "on" or wanted == "auto" and self.data_parallel_world_size == 1)
         by_tokens = getattr(cfg.optimizer, "ls_token_budget", False)
         if by_tokens and not self.is_lean:
             logger.info("--ls-token-budget: without effect, padding costs fairseq's own training step memory and time")

@@ -24,10 +24,6 @@ Shape = tuple[int, ...]
 
 LIMIT = 128
 """Graphs kept by default."""
-ROOM = 0.15
-"""A rare shape may cost this much more than its work needs, in the graph of a larger one."""
-RARE = 3
-"""A shape is rare until it comes for this time; then it gets a graph of its own."""
 _FAILURES = 3  # captures that may fail one after another
 
 
@@ -103,7 +99,7 @@ class CapturedCalls:
 
     The first call of each kind runs eagerly: it loads kernels and makes whatever lives longer than a call. Afterwards a
     shape is captured when it comes first, which costs little more than running it. Once ``limit`` graphs are there a
-    new shape runs eagerly the first time. :meth:`place` spares graphs by running rare shapes in those of larger ones.
+    new shape runs eagerly the first time.
 
     Where a parameter or buffer of ``model`` was moved or replaced, all graphs are dropped.
 
@@ -129,29 +125,6 @@ class CapturedCalls:
         self._captured: OrderedDict[tuple[Hashable, Shape], _Captured] = OrderedDict()
         self._failures = 0
         self.has_leftovers = False
-
-    def place(self, kind: Hashable, shape: Shape, cost: Callable[[Shape], float], least: float) -> Shape:
-        """Return the shape in which work of ``shape`` should run: its own, or a larger one that has a graph.
-
-        Args:
-            kind: of the function.
-            shape: numbers, each of which may also be larger.
-            cost: of running the function in a shape.
-            least: what the work would cost without any rounding.
-        """
-        if (kind, shape) in self._captured:
-            return shape
-        rare = self._seen[kind, shape] + 1 < RARE
-        fitting = [
-            other
-            for of_kind, other in (self._captured if rare else ())
-            if of_kind == kind and all(there >= here for there, here in zip(other, shape, strict=True))
-        ]
-        best = min(fitting, key=cost, default=shape)
-        if best is shape or cost(best) > (1 + ROOM) * least:
-            return shape
-        self._seen[kind, shape] += 1
-        return best
 
     def __call__(
         self, kind: Hashable, shape: Shape, function: Callable[[], Any], parameters: Iterable[Tensor] = ()

@@ -7,13 +7,9 @@ import torch
 from torch import nn
 
 import ls_train
-from ls_train.graph import RARE, CapturedCalls, level
+from ls_train.graph import CapturedCalls, level
 from ls_train.optim import DynamicLossScale
 from tests.recorded_graphs import RecordedGraphs
-
-
-def cost(shape):
-    return shape[0]
 
 
 class Doubler:
@@ -60,19 +56,6 @@ def test_limit_drops_the_least_recently_used():
     assert double.runs == runs
     double(1, (2,))
     assert double.runs == runs + 1
-
-
-def test_rare_shapes_use_larger_graphs():
-    double = Doubler()
-    for _ in range(2):
-        double(1, (100,))
-    place = double.calls.place
-    for _ in range(RARE - 1):
-        assert place("double", (90,), cost, 88) == (100,)
-    assert place("double", (90,), cost, 88) == (90,)
-    assert place("double", (50,), cost, 48) == (50,)  # too much would be unused
-    assert place("double", (101,), cost, 101) == (101,)
-    assert place("other", (90,), cost, 88) == (90,)
 
 
 def test_failures_run_eagerly_and_end(caplog):

