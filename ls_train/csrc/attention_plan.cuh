@@ -82,7 +82,7 @@ cudaError_t dispatch_dim(int dim, Body&& body) {
 
 // Longest sequences up to here, in queries and keys, fit one block that holds all of a sequence and head; beyond, heads
 // of up to kLongDim have their own kernels (attention_long.cuh).
-constexpr int kShortLength = 64;
+constexpr int kShortLength = 128;
 constexpr int kLongDim = 64;
 
 // The running maximum of the long forward is of unscaled scores, hence the sign.
