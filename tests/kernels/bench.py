@@ -57,7 +57,7 @@ OPERATORS: dict[str, tuple[Callable[[Buffers, int, int], Problem], Sequence, Seq
     "cross_entropy": (problems.cross_entropy, ((15000, 40000),), ((4096, 40000), (4096, 32768), (4096, 40001))),
     "attention": (
         problems.attention,
-        ((15000, 30), (8192, 128)),
+        ((15000, 30), (8192, 128), (16384, 256), (16384, 512)),
         tuple((16384, length) for length in (8, 16, 31, 32, 63, 64, 127, 128, 256, 500, 512, 1024)),
     ),
     "grad_norm": (problems.grad_norm, ((217_000_000, 0),), ((1_000_000, 0), (20_000_000, 0))),
