@@ -20,7 +20,7 @@ import torch
 from fairseq_plugin import fused_model, option_values, save_dir
 from fairseq_plugin.errors import UserError, report
 
-__all__ = ["UserError", "check_data_folders", "check_dataset", "check_precision", "install", "report"]
+__all__ = ["UserError", "check_data_folders", "check_dataset", "check_precision", "check_ranks", "install", "report"]
 
 
 def install() -> None:
@@ -51,6 +51,7 @@ def _checking_config(add_defaults: Callable[[Any], None]) -> Callable[[Any], Non
     def checked(cfg: Any) -> None:
         add_defaults(cfg)
         check_precision(cfg.common)
+        check_ranks(cfg.distributed_training, cfg.common.cpu)
         save_dir.expect_writes(not cfg.checkpoint.no_save)
         fused_model.expect_training_step(True)
 
@@ -72,6 +73,24 @@ def check_precision(common: Any, gpu: bool | None = None) -> None:
         raise UserError(
             f"--fp16 needs a GPU and there is none for this run ({reason}): drop --fp16, or train with --bf16, or add "
             "--memory-efficient-fp16 to run half precision on the CPU for a test"
+        )
+
+
+def check_ranks(distributed: Any, cpu: bool) -> None:
+    """Refuse to train alone as one of several processes of torchrun.
+
+    fairseq's default world size is the number of GPUs of this machine; where that is 1 it ignores torchrun's variables.
+
+    Raises:
+        UserError: torchrun started several processes, and the configuration is that of one.
+    """
+    alone = distributed.distributed_world_size == 1 and distributed.distributed_init_method is None
+    count = os.environ.get("WORLD_SIZE", "")
+    if alone and count.isdigit() and int(count) > 1 and {"MASTER_ADDR", "MASTER_PORT", "RANK"} <= os.environ.keys():
+        backend = " --distributed-backend gloo" * cpu
+        raise UserError(
+            f"--distributed-world-size 1: torchrun started {count} processes (WORLD_SIZE={count}), of which each would "
+            f"train a model of its own: add --distributed-world-size {count}{backend}, or start one process"
         )
 
 

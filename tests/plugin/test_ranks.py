@@ -1,5 +1,6 @@
 """Several ranks on the CPU: spawned ones know both user folders, and two ranks equal one with --update-freq 2."""
 
+import argparse
 import json
 import os
 import re
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_plugin import cli
+from fairseq_plugin import cli, guards
+from fairseq_plugin.errors import UserError
+from tests.plugin.test_bad_input import assert_refused
 
 ROOT = Path(__file__).resolve().parents[2]
 USER_MODULE = """
@@ -82,3 +85,36 @@ def test_ranks_of_a_launcher_and_their_resume(run_cli, arguments, alone, tmp_pat
     first = run("--max-update", 3)
     assert list(first) == [1, 2, 3]
     assert {**first, **run()} == pytest.approx(alone, rel=1e-5)
+
+
+class TestTorchrunWithoutWorldSize:
+    """fairseq's world size is 1 there, so each process would train alone, with its own log and the same losses."""
+
+    LAUNCHED = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_refused(self, run_cli, arguments, tmp_path, rank):
+        env = {**self.LAUNCHED, "RANK": str(rank)}
+        result = run_cli(cli.train, *arguments, "--save-dir", tmp_path / "save", env=env, cwd=tmp_path)
+        assert_refused(result, "WORLD_SIZE=2", "add --distributed-world-size 2 --distributed-backend gloo")
+        assert not (tmp_path / "save").exists()
+
+    @pytest.mark.parametrize(
+        ("changed", "environment"),
+        [
+            ({"distributed_world_size": 2}, {}),
+            ({"distributed_init_method": "tcp://localhost:1"}, {}),
+            ({}, {"WORLD_SIZE": "1"}),
+            ({}, {"RANK": None}),
+        ],
+    )
+    def test_others_train(self, monkeypatch, changed, environment):
+        for name, value in {**self.LAUNCHED, "RANK": "1", **environment}.items():
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        one = {"distributed_world_size": 1, "distributed_init_method": None}
+        guards.check_ranks(argparse.Namespace(**{**one, **changed}), cpu=False)
+        for name, value in {**self.LAUNCHED, "RANK": "1"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match="add --distributed-world-size 2, or start one process$"):
+            guards.check_ranks(argparse.Namespace(**one), cpu=False)
