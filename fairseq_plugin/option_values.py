@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fairseq.data import plasma_utils
 from omegaconf import OmegaConf
 
 from fairseq_plugin.errors import UserError
@@ -85,6 +86,11 @@ def check(sections: Iterable[Any]) -> None:
 def _check_option(name: str, value: Any) -> None:
     if value is None:
         return
+    if name == "use_plasma_view" and value and not plasma_utils.PYARROW_AVAILABLE:
+        raise UserError(
+            "--use-plasma-view: needs pyarrow.plasma, which is not installed; drop the flag, or install 'pyarrow<12', "
+            "the last versions that have it"
+        )
     parse = _TEXTS.get(name)
     if parse is not None and isinstance(value, str):
         try:

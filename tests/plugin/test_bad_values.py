@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fairseq.data import plasma_utils
 
 from fairseq_plugin import average, cli, export, option_values
 from fairseq_plugin.errors import UserError
@@ -55,6 +56,9 @@ def test_defaults_pass(plain, train_arguments, data_bin, monkeypatch):
     options.parse_args_and_arch(options.get_generation_parser(), [str(data_bin), "--path", "x.pt"])
     options.get_preprocessing_parser().parse_args([])
     parsed(max_tokens=0, clip_norm=-1.0, sampling_topk=-1, sampling_topp=-1.0, keep_last_epochs=-1, patience=-1)
+    parsed(use_plasma_view=False)
+    monkeypatch.setattr(plasma_utils, "PYARROW_AVAILABLE", True)
+    parsed(use_plasma_view=True)
     parsed(adam_betas="[0.9, 0.98]", update_freq=[1, 2], lr=[0.25], beam=None, model_overrides="{}")
 
 
@@ -76,6 +80,8 @@ MISSING = {
 SENSELESS = {
     "betas": (cli.train, ["{data}", "--arch", "ls_transformer_tiny", "--optimizer", "ls_adam", "--adam-betas", "(0.9"]),
     "beam": (cli.generate, ["{data}", "--path", "x.pt", "--beam", 0]),
+    "plasma": (cli.train, ["{data}", "--cpu", "--arch", "ls_transformer_tiny", "--use-plasma-view"]),
+    "plasma of a language model": (cli.eval_lm, ["{data}", "--cpu", "--path", "x.pt", "--use-plasma-view"]),
     "constraints": (cli.generate, ["{data}", "--path", "x.pt", "--constraints", "ordered"]),
     "workers": (cli.preprocess, ["--source-lang", "en", "--target-lang", "de", "--workers", 0]),
     "reference": (cli.score, ["--ref", "none.txt"]),
@@ -92,6 +98,8 @@ SENSELESS = {
 SAYS = {
     "betas": "--adam-betas (0.9",
     "beam": "--beam 0: must be at least 1",
+    "plasma": "--use-plasma-view: needs pyarrow.plasma, which is not installed; drop the flag",
+    "plasma of a language model": "--use-plasma-view: needs pyarrow.plasma",
     "constraints": "lightseq-interactive",
     "workers": "--workers 0",
     "reference": "none.txt",

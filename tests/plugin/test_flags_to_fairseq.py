@@ -94,6 +94,7 @@ def configuration(monkeypatch, module: str, main, arguments: list[object]):
             patch.setattr(distributed_utils, "call_main", lambda cfg, main, **_: seen.append(cfg))
             # --use-plasma-view and --profile start these before.
             patch.setattr("fairseq_cli.train.PlasmaStore", MagicMock())
+            patch.setattr("fairseq.data.plasma_utils.PYARROW_AVAILABLE", True)
             for name in ("cuda.profiler.profile", "autograd.profiler.emit_nvtx"):
                 patch.setattr(f"torch.{name}", contextlib.nullcontext)
         main()
