@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fairseq_plugin import compat, user_dir
 from fairseq_plugin.errors import UserError, report
+
+# With it hydra raises what is wrong with overrides and yaml files, instead of printing several lines and ending.
+_HYDRA_FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def train(argv: Sequence[str] | None = None) -> None:
@@ -48,24 +52,29 @@ def preprocess(argv: Sequence[str] | None = None) -> None:
 
 def hydra_train(argv: Sequence[str] | None = None) -> None:
     """Run ``fairseq-hydra-train``; ``common.user_dir`` of the command line or a yaml file is imported as well."""
-    from fairseq.distributed import utils as distributed_utils
+    from fairseq_cli import hydra_train as command
 
-    call_main = distributed_utils.call_main
+    run = command._hydra_main
 
-    def carry_user_dir(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
-        # Inside hydra, which would print a traceback of its own.
+    def carry_user_dir(cfg: Any, **kwargs: Any) -> Any:
+        # Inside hydra, which would print the overrides above the error.
         with _reported():
             given = cfg.common.user_dir
             user_dir.carry(None if given is None or user_dir.is_plugin(given) else user_dir.resolve(given))
             user_dir.import_carried()
             cfg.common.user_dir = user_dir.PLUGIN_DIR
-            call_main(cfg, main, **kwargs)
+            return run(cfg, **kwargs)
 
-    distributed_utils.call_main = carry_user_dir
+    command._hydra_main = carry_user_dir
+    full_error = os.environ.get(_HYDRA_FULL_ERROR)
+    os.environ[_HYDRA_FULL_ERROR] = "1"
     try:
         _call("fairseq_cli.hydra_train", list(sys.argv[1:] if argv is None else argv))
     finally:
-        distributed_utils.call_main = call_main
+        command._hydra_main = run
+        del os.environ[_HYDRA_FULL_ERROR]
+        if full_error is not None:
+            os.environ[_HYDRA_FULL_ERROR] = full_error
 
 
 def score(argv: Sequence[str] | None = None) -> None:

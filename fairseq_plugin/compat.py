@@ -231,7 +231,7 @@ def _unknown_arch() -> None:
     def build_model(cfg: Any, task: Any, from_checkpoint: bool = False) -> torch.nn.Module:
         name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
         if name and name not in models.ARCH_MODEL_REGISTRY and name not in models.MODEL_DATACLASS_REGISTRY:
-            raise ValueError(
+            raise UserError(
                 f"model architecture {name!r} is not registered: pass the --user-dir of the module that defines it"
             )
         return build(cfg, task, from_checkpoint)

@@ -64,7 +64,7 @@ def _known(error: BaseException) -> str | None:
     if isinstance(error, OSError) and len(error.args) == 1:
         return str(error)
     if isinstance(error, (OmegaConfBaseException, HydraException)):
-        return f"the options do not fit together: {error}"
+        return _of_configuration(error)
     option = _parsed_option(error)
     if option is not None:
         return f"{option}: not a value of this option ({error})"
@@ -74,6 +74,14 @@ def _known(error: BaseException) -> str | None:
             if found:
                 return meaning(found[-1])
     return None
+
+
+def _of_configuration(error: BaseException) -> str:
+    """Return the lines of an error of hydra or omegaconf and its cause that say something about the options, as one."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    lines = dict.fromkeys(line.strip().rstrip(".") for line in text.splitlines())
+    told = [line for line in lines if line and not re.match(r"reference_type=|object_type=|See https:", line)]
+    return f"the configuration is not valid: {'; '.join(told)}"
 
 
 def _raised_by_fairseq(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fairseq_plugin import compat
+from fairseq_plugin.errors import UserError
 
 
 def test_applied_once_and_explained():
@@ -44,7 +45,7 @@ def test_batch_buckets():
 def test_unknown_architecture_is_named():
     from fairseq import models
 
-    with pytest.raises(ValueError, match="'no_such_arch' is not registered"):
+    with pytest.raises(UserError, match="'no_such_arch' is not registered"):
         models.build_model(argparse.Namespace(arch="no_such_arch", braces="{1}"), task=None)
 
 
