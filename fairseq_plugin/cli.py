@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ def hydra_train(argv: Sequence[str] | None = None) -> None:
             cfg.common.user_dir = user_dir.PLUGIN_DIR
             return run(cfg, **kwargs)
 
+    # fairseq registers its defaults under the name of the user's yaml file, whatever that is.
+    warnings.filterwarnings("ignore", r"\s*'.*' is validated against ConfigStore schema with the same name")
     command._hydra_main = carry_user_dir
     full_error = os.environ.get(_HYDRA_FULL_ERROR)
     os.environ[_HYDRA_FULL_ERROR] = "1"

@@ -1,6 +1,7 @@
 """``lightseq-hydra-train``: the yaml recipes are those of the command line, and the user's own folder is imported."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from fairseq_plugin import cli
+from tests.plugin.conftest import Result
 from tests.plugin.test_bad_input import assert_refused
 from tests.plugin.training_log import losses, precise
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "wmt14"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "wmt14"
 UPDATES = 5
 SIZES = {"encoder_layers": 1, "encoder_embed_dim": 32, "encoder_ffn_embed_dim": 48, "encoder_attention_heads": 2}
 SIZES |= {name.replace("encoder", "decoder"): size for name, size in SIZES.items()}
@@ -155,3 +158,13 @@ def test_bad_configuration(hydra_cli, data_bin, tmp_path, words, parts):
     result = hydra_cli(cli.hydra_train, *small_run("base", data_bin), *words, cwd=tmp_path)
     assert_refused(result, *parts)
     assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_bad_configuration_in_a_process_of_its_own(launcher_script, data_bin, tmp_path):
+    """Nor are there warnings of Python around the line, which forks of the tests' process would not show."""
+    words = [*launcher_script("lightseq-hydra-train", "fairseq_plugin.cli:hydra_train"), *small_run("base", data_bin)]
+    words += ["optimization.max_update=abc", "optimization.lr=[1e-3]"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=170, env=env, cwd=tmp_path)
+    line = assert_refused(Result(run.returncode, run.stdout, run.stderr), "'abc' of type 'str'")
+    assert line.startswith("error: the configuration is not valid: Error merging override optimization.max_update=abc")
