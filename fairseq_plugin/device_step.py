@@ -4,7 +4,7 @@ With one micro-batch on one rank the whole update is one graph: forward, backwar
 statistics. All numbers that change from step to step lie in device memory: those of the batch travel with it
 (:class:`fairseq_plugin.packed.Plan`), learning rates and the count of updates belong to the optimiser. Otherwise each
 micro-batch is a graph, and the sum over the ranks and the update follow outside. Ranks may then be in different shapes:
-they send the same pieces in the same order once their backward is through.
+the pieces of the gradient leave in one order, during a backward that runs eagerly and behind marks in a replayed one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fairseq_plugin.packed import PackedBatch, Plan, StaticBatches, pack_batch, 
 from fairseq_plugin.pending import PendingUpdate
 from ls_train.graph import CapturedCalls
 from ls_train.optim import DynamicLossScale, FusedAdam
+from ls_train.optim.all_reduce import Marks
 
 logger = logging.getLogger(__name__)
 
@@ -132,35 +133,49 @@ class DeviceStep:
         self.clear_gradients()
         sums, counts = [], []
         for index, (sample, plan) in enumerate(zip(samples, plans, strict=True)):
-            # Pieces that leave during the backward would leave in another order on a rank that replays.
-            if ranks is not None and index == len(samples) - 1 and self.graphs is None:
-                ranks.gradients.start()
-            part, inverse, counted = self._micro_batch(index > 0, sample, plan)
+            is_last = index == len(samples) - 1
+            part, inverse, counted, marks = self._micro_batch(index > 0, is_last, sample, plan)
             sums.append(part)
             counts.append(criterion.host_counts(sample, counted))
         self._log_summary()
         if ranks is None:
             return PendingUpdate(samples, self._names, counts, self._update(inverse, *sums))
-        if self.graphs is not None:
-            ranks.gradients.start()
-        ranks.gradients.finish()
+        ranks.gradients.finish(marks)
         total = ranks.sum_statistics(self._names, sums, counts, seconds(), is_dummy)
         inverse = ranks.size / total["sample_size"].view(1).clamp(min=1.0)
         values = self._update(inverse, torch.stack(list(total.values())))
         return PendingUpdate(samples, list(total), [{}], values)
 
-    def _micro_batch(self, accumulates: bool, sample: Any, plan: Plan) -> tuple[Tensor, Tensor, int]:
-        """Run forward and backward; return the sums to log, the factor of the gradients and the targets that count."""
+    def _micro_batch(
+        self, accumulates: bool, is_last: bool, sample: Any, plan: Plan
+    ) -> tuple[Tensor, Tensor, int, Marks]:
+        """Run forward and backward.
+
+        Returns:
+            The sums to log, the factor of the gradients, the targets that count, and where pieces of the gradient are
+            ready.
+        """
         criterion = self._criterion
         if self.graphs is None:
             prefix = criterion.loss_options.prefix
             batch, counted = pack_batch(sample, criterion.padding_idx, self._device, prefix, plan)
-            return self._forward_backward(batch), batch.inverse, counted
+            sums, marks = self._listened(batch, is_last)
+            return sums, batch.inverse, counted, marks
         kind = "next micro-batch" if accumulates else "first micro-batch"
         shape, batch, counted = self._batches.load(sample, plan)
-        sums = self.graphs(kind, shape, lambda: self._forward_backward(batch), self._parameters)
+        # A graph has its marks whether or not the micro-batch is the last one this time.
+        sums, marks = self.graphs(kind, shape, lambda: self._listened(batch, is_last), self._parameters)
         # The next micro-batch writes to the same memory.
-        return sums.clone(), batch.inverse, counted
+        return sums.clone(), batch.inverse, counted, marks
+
+    def _listened(self, batch: PackedBatch, is_last: bool) -> tuple[Tensor, Marks]:
+        """Run forward and backward while the sum over the ranks listens; return the sums to log, and its marks."""
+        if self._ranks is None:
+            return self._forward_backward(batch), {}
+        gradients = self._ranks.gradients
+        gradients.start(is_last, None if self.graphs is None else self.graphs.new_mark)
+        sums = self._forward_backward(batch)
+        return sums, gradients.end()
 
     def _forward_backward(self, batch: PackedBatch) -> Tensor:
         """Return the sums that are logged, float32 (len(names),)."""

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,11 +33,27 @@ def level(count: int, bits: int, smallest: int) -> int:
     return max(smallest, -(-count // step) * step)
 
 
+class Mark(Protocol):
+    """A place in a captured call that other work of the device can wait for, instead of the end of the call."""
+
+    def record(self) -> None:
+        """Put the mark here: to be called once, in the captured function."""
+        ...
+
+    def reached(self) -> contextlib.AbstractContextManager[None]:
+        """Let what is enqueued inside wait for the mark of the latest replay alone; it runs beside that replay."""
+        ...
+
+
 class Graphs(Protocol):
     """What captures and replays: :class:`CudaGraphs`, or a stand-in on a machine without a GPU."""
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return what replays ``function``, and what the captured call returned; nothing has run yet."""
+        ...
+
+    def mark(self) -> Mark:
+        """Return a mark for a function that is being captured."""
         ...
 
     def release(self) -> None:
@@ -49,11 +65,28 @@ class Graphs(Protocol):
         ...
 
 
+class _CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # External: a node of the graph, which records the event anew in every replay.
+        self._event = torch.cuda.Event(external=True)
+        self._stream = stream
+
+    def record(self) -> None:
+        self._event.record()
+
+    @contextlib.contextmanager
+    def reached(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            self._event.wait()
+            yield
+
+
 class CudaGraphs:
     """CUDA graphs of one device in one memory pool: they run one after another and may use the same memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._beside = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -77,6 +110,10 @@ class CudaGraphs:
             graph.capture_end()
         current.wait_stream(self._stream)
         return graph.replay, outputs
+
+    def mark(self) -> Mark:
+        """Return a mark, see :class:`Graphs`; whatever waits for marks is on one stream."""
+        return _CudaMark(self._beside)
 
     def release(self) -> None:
         """Free scratch memory and cached blocks, which the graphs' pool cannot use."""
@@ -108,6 +145,7 @@ class CapturedCalls:
         calls: number of calls so far.
         replays: number of calls that replayed a graph.
         seconds: time the captures took on the host.
+        new_mark: while a function is captured, what makes marks for it; otherwise None.
         has_leftovers: whether work outside the graphs left memory behind, which is given back before the next replay.
     """
 
@@ -125,6 +163,7 @@ class CapturedCalls:
         self._captured: OrderedDict[tuple[Hashable, Shape], _Captured] = OrderedDict()
         self._failures = 0
         self.has_leftovers = False
+        self.new_mark: Callable[[], Mark] | None = None
 
     def __call__(
         self, kind: Hashable, shape: Shape, function: Callable[[], Any], parameters: Iterable[Tensor] = ()
@@ -174,6 +213,7 @@ class CapturedCalls:
         self._tidy()
         before = [parameter.grad for parameter in parameters]
         start = time.perf_counter()
+        self.new_mark = self._graphs.mark
         try:
             replay, outputs = self._graphs.capture(function)
         except RuntimeError as error:
@@ -186,6 +226,8 @@ class CapturedCalls:
             plan = "no more graphs" if self._failures == _FAILURES else "this call runs eagerly"
             logger.warning(f"a CUDA graph could not be captured, {plan}: {str(error).strip().splitlines()[0]}")
             return None
+        finally:
+            self.new_mark = None
         self._failures = 0
         self.seconds += time.perf_counter() - start
         self.captures += 1

@@ -3,6 +3,7 @@
 As with CUDA graphs nothing of Python runs in a replay: numbers, branches and memory are those of the recorded call.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -36,16 +37,27 @@ class _Recorder(TorchDispatchMode):
                     old.copy_(new)
 
 
+class _Passed:
+    """A mark on a CPU: a replay is through when it returns, and with it all of its marks are reached."""
+
+    def record(self) -> None:
+        pass
+
+    def reached(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
 class RecordedGraphs:
     """Stands in for :class:`ls_train.graph.CudaGraphs`; a captured call has run, so its first replay does nothing.
 
     Attributes:
         fail: an error that the next capture ends with, after the call.
+        marks: number of marks made.
     """
 
     def __init__(self):
         self.fail = None
-        self.released = self.renewed = 0
+        self.released = self.renewed = self.marks = 0
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         if self.fail is not None:
@@ -63,6 +75,10 @@ class RecordedGraphs:
                     recorder.replay()
 
         return replay, outputs
+
+    def mark(self) -> _Passed:
+        self.marks += 1
+        return _Passed()
 
     def release(self) -> None:
         self.released += 1

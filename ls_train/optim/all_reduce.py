@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ls_train.graph import Mark
 from ls_train.params import FlatBuffer, GradSlot
 
 PIECES = 4
 """Into how many pieces a buffer is cut: enough for the last one to be short, few enough for full bandwidth."""
 
+Marks = dict[int, Mark]
+"""Where in a captured backward pieces become ready, by number of the piece."""
+
 
 @dataclass
 class _Piece:
+    number: int
     buffer: FlatBuffer
     first: int  # slots [first, end)
     end: int
     missing: int | None = None  # writes that are still to come in this backward; None: wait for its end
-    sent: bool = field(default=False)
+    is_ready: bool = field(default=False)
+    is_closed: bool = field(default=False)  # sent or marked: a further write would be lost
 
     @property
     def tensor(self) -> Tensor:
@@ -32,50 +40,97 @@ class _Piece:
 class FlatAllReduce:
     """Sums the gradients in flat buffers over all ranks.
 
-    A piece is sent as soon as its last gradient is written. How often a backward writes each slot (a tied table has
-    several writers) is learnt from the backward before, so the first one sends everything at its end. All ranks must
-    run the same backward: the pieces go out in the order in which it completes them.
+    A piece is sent once its last gradient is written and all pieces before it have left. How often a backward writes
+    each slot (a tied table has several writers) is learnt from the backward before. The order of the pieces is the one
+    in which the first rank's first backward completes them: until it is known everything leaves at the end. So ranks
+    send in one order, whether they run a backward, capture it or replay it.
+
+    In a captured backward a mark stands where a piece becomes ready, and after each replay the pieces are sent behind
+    their marks.
     """
 
     def __init__(self, buffers: Sequence[FlatBuffer], group: Any = None, pieces: int = PIECES) -> None:
         """Cut ``buffers``; ``group`` is torch's process group, None for the default one."""
         self._group = group
         self._buffers = tuple(buffers)
-        self._pieces = [piece for buffer in buffers for piece in _cut(buffer, pieces)]
+        cuts = [(buffer, *cut) for buffer in buffers for cut in _cut(buffer, pieces)]
+        self._pieces = [_Piece(number, *cut) for number, cut in enumerate(cuts)]
         self._owner = {
             id(param): piece for piece in self._pieces for param in piece.buffer.params[piece.first : piece.end]
         }
         self._expected: Counter[int] | None = None  # writes of each parameter in a backward
         self._seen: Counter[int] = Counter()
+        self._completed: dict[int, None] = {}  # pieces by their last write in this backward
+        self._first_order: list[int] | None = None  # this rank's own
+        self._order: list[_Piece] | None = None  # that of all ranks
+        self._sent = 0  # pieces in this order that have left
+        self._is_last = False
+        self._new_mark: Callable[[], Mark] | None = None
+        self._marks: Marks = {}
         self._works: list[Any] = []
 
-    def start(self) -> None:
-        """Listen to the backward that comes next, the last one before the update."""
+    def start(self, is_last: bool = True, new_mark: Callable[[], Mark] | None = None) -> None:
+        """Listen to the backward that comes next.
+
+        Args:
+            is_last: no other follows before the update, so that pieces may leave.
+            new_mark: makes marks where this backward is being captured; then nothing leaves before :meth:`finish`.
+        """
+        self.stop()
+        self._is_last, self._new_mark = is_last, new_mark
         self._seen.clear()
+        self._completed.clear()
+        self._marks = {}
         for piece in self._pieces:
-            piece.sent = False
+            piece.is_ready = piece.is_closed = False
             piece.missing = self._writes(piece)
         for buffer in self._buffers:
             buffer.listeners.append(self._written)
 
     def stop(self) -> None:
-        """Listen no more, where the backward failed."""
-        for buffer in self._buffers:
-            if self._written in buffer.listeners:
-                buffer.listeners.remove(self._written)
+        """Listen no more and begin again with the first piece."""
+        self._sent = 0
+        self._ignore()
 
-    def finish(self) -> None:
-        """Send what is left once the backward is through; afterwards the device sees the sums."""
-        self.stop()
+    def end(self) -> Marks:
+        """Note what the backward wrote; return its marks, none where it was not captured."""
+        self._ignore()
+        self._expected = self._seen.copy()
+        if self._first_order is None:
+            complete = [number for number in self._completed if self._writes(self._pieces[number])]
+            rest = [piece.number for piece in self._pieces if piece.number not in complete]
+            self._first_order = complete + rest
+        return self._marks
+
+    def finish(self, marks: Marks) -> None:
+        """Send what is left once the last backward is enqueued; afterwards the device sees the sums.
+
+        Args:
+            marks: those of this backward, where it was replayed.
+        """
         for buffer in self._buffers:
             buffer.collect_grads()
-        for piece in self._pieces:
-            if not piece.sent:
+        if self._order is None:
+            self._order = self._agreed_order()
+        for piece in self._order[self._sent :]:
+            mark = marks.get(piece.number)
+            with contextlib.nullcontext() if mark is None else mark.reached():
                 self._send(piece)
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._expected = self._seen.copy()
+        self._sent = 0
+
+    def _ignore(self) -> None:
+        for buffer in self._buffers:
+            if self._written in buffer.listeners:
+                buffer.listeners.remove(self._written)
+
+    def _agreed_order(self) -> list[_Piece]:
+        """Return the first rank's order, for which the host waits once."""
+        numbers = torch.tensor(self._first_order, device=self._buffers[0].data.device)
+        dist.broadcast(numbers, group=self._group, group_src=0)
+        return [self._pieces[number] for number in numbers.tolist()]
 
     def _writes(self, piece: _Piece) -> int | None:
         if self._expected is None:
@@ -86,24 +141,37 @@ class FlatAllReduce:
 
     def _written(self, slot: GradSlot) -> None:
         piece = self._owner[id(slot.param)]
-        if piece.sent:
+        if piece.is_closed:
             raise RuntimeError(
                 f"a gradient of shape {tuple(slot.tensor.shape)} was written after it was sent to the other ranks: "
                 "this backward writes it more often than the one before; every update must run the same model"
             )
         self._seen[id(slot.param)] += 1
+        self._completed.pop(piece.number, None)
+        self._completed[piece.number] = None
         if piece.missing is not None:
             piece.missing -= 1
             if piece.missing == 0:
-                self._send(piece)
+                self._complete(piece)
+
+    def _complete(self, piece: _Piece) -> None:
+        piece.is_ready = True
+        if self._new_mark is not None:
+            piece.is_closed = True
+            mark = self._marks[piece.number] = self._new_mark()
+            mark.record()
+        elif self._is_last and self._order is not None:
+            while self._sent < len(self._order) and self._order[self._sent].is_ready:
+                self._send(self._order[self._sent])
+                self._sent += 1
 
     def _send(self, piece: _Piece) -> None:
-        piece.sent = True
+        piece.is_closed = True
         self._works.append(dist.all_reduce(piece.tensor, group=self._group, async_op=True))
 
 
-def _cut(buffer: FlatBuffer, count: int) -> list[_Piece]:
-    """Return pieces of whole slots with about the same number of elements."""
+def _cut(buffer: FlatBuffer, count: int) -> list[tuple[int, int]]:
+    """Return pieces [first, end) of whole slots with about the same number of elements."""
     pieces, first = [], 0
     for index in range(1, count + 1):
         goal = buffer.begins[-1] * index / count
@@ -111,6 +179,6 @@ def _cut(buffer: FlatBuffer, count: int) -> list[_Piece]:
         while end < len(buffer.params) and (index == count or buffer.begins[end + 1] <= goal):
             end += 1
         if end > first:
-            pieces.append(_Piece(buffer, first, end))
+            pieces.append((first, end))
             first = end
     return pieces

@@ -6,6 +6,7 @@ which the second rank has an empty shard and repeats a dummy batch. Ranks are fo
 
 import hashlib
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from fairseq_plugin import checkpoint_io, cli
 from tests.plugin.checkpoint_bits import assert_same_bits
 from tests.plugin.training_log import losses, precise
+from tests.recorded_graphs import RecordedGraphs
 
 UPDATES = 5
 
@@ -46,6 +48,44 @@ def watched(main):
     return run
 
 
+def recorded(main, eager_ranks):
+    """Return ``main`` with recorded operators as graphs, but on ``eager_ranks``, where no capture succeeds.
+
+    Each rank prints the sizes of what it sums and at the end the number of its replays.
+    """
+
+    class NoGraphs(RecordedGraphs):
+        def capture(self, function):
+            raise RuntimeError("no graphs")
+
+    def run():
+        import torch.distributed as dist
+
+        from fairseq_plugin import trainer
+
+        all_reduce, built = dist.all_reduce, []
+
+        def spied_all_reduce(tensor, *args, **kwargs):
+            if kwargs.get("async_op"):
+                print(f"sent: {tensor.numel()}", flush=True)
+            return all_reduce(tensor, *args, **kwargs)
+
+        def captured_calls(self):
+            built.append(trainer.CapturedCalls(graphs[dist.get_rank() in eager_ranks](), self._model))
+            return built[-1]
+
+        graphs = {True: NoGraphs, False: RecordedGraphs}
+        dist.all_reduce = spied_all_reduce
+        trainer.graph_obstacles = lambda *_: []
+        trainer.LSTrainer._captured_calls = captured_calls
+        try:
+            return main()
+        finally:
+            print(f"replays: {built[0].replays}", flush=True)
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def arguments(train_arguments):
     """60 sentence pairs in batches of 12."""
@@ -61,11 +101,11 @@ def arguments(train_arguments):
 def two_ranks(run_cli, tmp_path):
     """Run a training on two ranks; return their outputs."""
 
-    def run(name: str, *options: object) -> list[str]:
+    def run(name: str, *options: object, main: Callable[[], None] = cli.train) -> list[str]:
         meeting = tmp_path / f"{name}.meeting"
         common = ["--distributed-world-size", 2, "--distributed-backend", "gloo", "--distributed-no-spawn"]
         common += ["--distributed-init-method", meeting.as_uri(), "--save-dir", tmp_path / name]
-        jobs = [run_cli.start(watched(cli.train), *options, *common, "--distributed-rank", rank) for rank in range(2)]
+        jobs = [run_cli.start(watched(main), *options, *common, "--distributed-rank", rank) for rank in range(2)]
         return [job.wait(150).check().out for job in jobs]
 
     return run
@@ -153,3 +193,24 @@ def test_resume(two_ranks, arguments, tmp_path):
     rest = two_ranks("rest", *options, "--restore-file", middle)
     assert losses(rest[0]) == losses(whole[0])[3:]
     assert_same_bits(tmp_path / "whole" / "checkpoint_last.pt", tmp_path / "rest" / "checkpoint_last.pt")
+
+
+@pytest.mark.parametrize("update_freq", [1, 2])
+def test_graphs(two_ranks, arguments, update_freq):
+    """Ranks in different shapes that replay, or of which one or both run the same rows eagerly: the same bits.
+
+    Whatever a rank does it sends the same pieces in the same order.
+    """
+    options = [*arguments, "--update-freq", update_freq, "--dropout", 0.1, "--disable-validation", "--no-save"]
+    options += ["--max-update", 8]
+    found = []
+    for eager_ranks in ((), (1,), (0, 1)):
+        outputs = two_ranks(f"eager {eager_ranks}", *options, main=recorded(cli.train, eager_ranks))
+        sent = [re.findall(r"^sent: (\d+)$", out, re.MULTILINE) for out in outputs]
+        assert sent[0] == sent[1]
+        assert len(sent[0]) >= 3 * 8
+        replays = [int(re.search(r"^replays: (\d+)$", out, re.MULTILINE)[1]) for out in outputs]
+        assert [count > 4 for count in replays] == [rank not in eager_ranks for rank in range(2)]
+        found += [(re.findall(r"^parameters: (\w+)$", out, re.MULTILINE), sent[0]) for out in outputs]
+    assert len(set(found[0][0])) == 8
+    assert all(run == found[0] for run in found)

@@ -133,4 +133,5 @@ def test_ranks_send_in_one_order(graphed, group, monkeypatch):
         assert len(orders[0]) > 2
         states.append(run.state())
     assert run.calls.replays > 4
+    assert run.calls._graphs.marks == run.calls.captures * (len(orders[0]) - 1)
     assert_same_bits(*states)

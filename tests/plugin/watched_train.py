@@ -1,7 +1,8 @@
 """``python -m tests.plugin.watched_train``: ``lightseq-train`` that prints a line of JSON for every call of a step.
 
 Works under torchrun and where fairseq spawns its ranks: each imports this module and so watches itself. With
-``OVERFLOW=<rank>:<call>`` in the environment the loss of that rank's call is infinite in the backward.
+``OVERFLOW=<rank>:<call>`` in the environment the loss of that rank's call is infinite in the backward, and the ranks in
+``UNCAPTURED=<rank>,...`` run eagerly what others replay.
 """
 
 import hashlib
@@ -13,10 +14,12 @@ import torch.distributed as dist
 
 from fairseq_plugin import cli
 from fairseq_plugin.trainer import LSTrainer
+from ls_train.graph import CudaGraphs
 from tests.plugin.training_log import precise
 
 UPDATE = "watched update: "
 OVERFLOW = tuple(int(number) for number in os.environ.get("OVERFLOW", "-1:0").split(":"))
+UNCAPTURED = [int(number) for number in os.environ.get("UNCAPTURED", "").split(",") if number]
 
 
 def _bits(trainer: LSTrainer) -> str:
@@ -27,7 +30,7 @@ def _bits(trainer: LSTrainer) -> str:
 
 
 def _watch() -> None:
-    step, backward = LSTrainer.train_step, torch.Tensor.backward
+    step, backward, capture = LSTrainer.train_step, torch.Tensor.backward, CudaGraphs.capture
     calls = 0
 
     def rank() -> int:
@@ -49,6 +52,7 @@ def _watch() -> None:
             "scale": scaler and scaler.loss_scale,
             "shapes": shapes,
             "bits": _bits(self),
+            "replays": self._device_step.graphs.replays if self._device_step and self._device_step.graphs else 0,
         }
         print(f"{UPDATE}{json.dumps(line)}\n", end="", flush=True)
         return output
@@ -57,7 +61,12 @@ def _watch() -> None:
         is_chosen = (rank(), calls) == OVERFLOW
         return backward(self * float("inf") if is_chosen else self, *args, **kwargs)
 
-    LSTrainer.train_step, torch.Tensor.backward = train_step, overflowing
+    def captured(self, function):
+        if rank() in UNCAPTURED:
+            raise RuntimeError("not to be captured")
+        return capture(self, function)
+
+    LSTrainer.train_step, torch.Tensor.backward, CudaGraphs.capture = train_step, overflowing, captured
     precise(lambda: None)()
 
 
