@@ -80,8 +80,7 @@ class LSTrainer(FairseqTrainer):
             logger.info(f"training step: fairseq's own runs because of {', '.join(reasons)}")
         wanted = getattr(cfg.optimizer, "ls_cuda_graph", "off")
         reasons = graph_obstacles(model, self.cuda, self.is_lean)
-        # Several ranks' sums hide behind an eager backward, not behind a replayed one.
-        self._replays = not reasons and (wanted == "on" or wanted == "auto" and self.data_parallel_world_size == 1)
+        self._replays = not reasons and wanted != "off"
         by_tokens = getattr(cfg.optimizer, "ls_token_budget", False)
         if by_tokens and not self.is_lean:
             logger.info("--ls-token-budget: without effect, padding costs fairseq's own training step memory and time")
