@@ -52,6 +52,8 @@ def _known(error: BaseException) -> str | None:
         return "no task is chosen; give that of the training with --task, --task translation for example"
     if type(error) is KeyError and _raised_by(error) in ("get_valid_stats", "validate"):
         return f"--best-checkpoint-metric {error.args[0]}: validation logs no such value; loss and ppl always exist"
+    if type(error) is KeyError and _raised_by(error) in ("_upgrade_state_dict", "load_checkpoint"):
+        return f"the checkpoint has no entry {error.args[0]!r}, which training saves; start from a whole checkpoint"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, UnicodeDecodeError):

@@ -20,7 +20,16 @@ import torch
 from fairseq_plugin import fused_model, option_values, save_dir
 from fairseq_plugin.errors import UserError, report
 
-__all__ = ["UserError", "check_data_folders", "check_dataset", "check_precision", "check_ranks", "install", "report"]
+__all__ = [
+    "UserError",
+    "check_data_folders",
+    "check_dataset",
+    "check_precision",
+    "check_ranks",
+    "check_start",
+    "install",
+    "report",
+]
 
 
 def install() -> None:
@@ -28,6 +37,7 @@ def install() -> None:
     from fairseq import checkpoint_utils, tasks
     from fairseq.data import Dictionary, data_utils
     from fairseq.dataclass import initialize
+    from fairseq.distributed import utils as distributed_utils
 
     if getattr(tasks.setup_task, "checked", False):
         return
@@ -39,6 +49,7 @@ def install() -> None:
         module = sys.modules.get(name)
         if getattr(module, "add_defaults", None) is add_defaults:
             module.add_defaults = initialize.add_defaults
+    distributed_utils.call_main = _checking_start(distributed_utils.call_main)
     tasks.FairseqTask.build_generator = _checking_language_model(tasks.FairseqTask.build_generator)
     tasks.setup_task = _checking_data_folder(tasks.setup_task)
     Dictionary.add_from_file = _naming_dictionary(Dictionary.add_from_file)
@@ -56,6 +67,38 @@ def _checking_config(add_defaults: Callable[[Any], None]) -> Callable[[Any], Non
         fused_model.expect_training_step(True)
 
     return checked
+
+
+def _checking_start(call_main: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(call_main)
+    def checked(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
+        check_start(cfg.distributed_training, cfg.common.cpu)
+        call_main(cfg, main, **kwargs)
+
+    return checked
+
+
+def check_start(distributed: Any, cpu: bool) -> None:
+    """Refuse ranks that cannot start: a rank beyond the world size, or a backend that is unknown or not for the CPU.
+
+    Raises:
+        UserError: naming the option and what to give instead.
+    """
+    size, rank, backend = (getattr(distributed, f"distributed_{name}") for name in ("world_size", "rank", "backend"))
+    if size <= 1:
+        return
+    if not 0 <= rank < size:
+        raise UserError(f"--distributed-rank {rank}: must be from 0 to {size - 1} with --distributed-world-size {size}")
+    if cpu and backend == "nccl":
+        raise UserError(
+            f"--distributed-backend nccl: cannot serve the {size} ranks of --distributed-world-size {size} with --cpu; "
+            "add --distributed-backend gloo, or --distributed-world-size 1"
+        )
+    known = torch.distributed.Backend.backend_list
+    # Several can be given, one a device: cpu:gloo,cuda:nccl
+    unknown = [name for part in backend.split(",") if (name := part.split(":")[-1]) not in known]
+    if unknown:
+        raise UserError(f"--distributed-backend {backend}: must be one of {', '.join(known)}; gloo for --cpu")
 
 
 def check_precision(common: Any, gpu: bool | None = None) -> None:

@@ -142,6 +142,14 @@ class TestCheckpoints:
         (tmp_path / "cut.pt").write_bytes(content[:-200])
         refuses("--restore-file", tmp_path / "cut.pt", parts=["cut.pt: not a whole checkpoint", len(content) - 200])
 
+    @pytest.mark.parametrize(("part", "missed"), [("optimizer_history", "best_loss"), ("extra_state", "extra_state")])
+    def test_without_a_part(self, refuses, saved, tmp_path, part, missed):
+        """fairseq takes a file without an optimizer's history for one of its oldest, which had other entries."""
+        state = checkpoint_io.read(str(saved / "checkpoint_last.pt"))
+        del state[part]
+        checkpoint_io.write(state, str(tmp_path / "part.pt"))
+        refuses("--restore-file", tmp_path / "part.pt", parts=[f"no entry '{missed}'", "whole checkpoint"])
+
     def test_truncated_last_continues_from_the_newest(self, run_cli, short, saved):
         last = saved / "checkpoint_last.pt"
         last.write_bytes(last.read_bytes()[:-200])

@@ -118,3 +118,24 @@ class TestTorchrunWithoutWorldSize:
             monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match="add --distributed-world-size 2, or start one process$"):
             guards.check_ranks(argparse.Namespace(**one), cpu=False)
+
+
+class TestRanksThatCannotStart:
+    @pytest.mark.parametrize(
+        ("options", "parts"),
+        [
+            ([], ["--distributed-backend nccl", "--distributed-backend gloo"]),
+            (["--distributed-backend", "nonsense"], ["--distributed-backend nonsense: must be one of", "gloo"]),
+            (["--distributed-backend", "gloo", "--distributed-rank", 2], ["--distributed-rank 2: must be from 0 to 1"]),
+        ],
+        ids=["default backend", "unknown backend", "rank"],
+    )
+    def test_refused(self, run_cli, arguments, tmp_path, options, parts):
+        ranks = ["--distributed-world-size", 2, "--save-dir", tmp_path / "save"]
+        assert_refused(run_cli(cli.train, *arguments, *ranks, *options), *parts)
+        assert not (tmp_path / "save").exists()
+
+    @pytest.mark.parametrize(("size", "backend", "cpu"), [(1, "nccl", True), (2, "nccl", False), (2, "cpu:gloo", True)])
+    def test_others_start(self, size, backend, cpu):
+        options = {"distributed_world_size": size, "distributed_rank": 0, "distributed_backend": backend}
+        guards.check_start(argparse.Namespace(**options), cpu)
