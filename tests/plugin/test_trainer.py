@@ -282,7 +282,7 @@ ASIDE = {
     "--store-ema": ["--store-ema"],
     "criterion LabelSmoothedCrossEntropyCriterion": ["--criterion", "label_smoothed_cross_entropy"],
     "model TransformerModel": ["--arch", "transformer_tiny"],
-    "encoder TransformerEncoderBase, decoder TransformerDecoderBase": ["--activation-fn", "tanh"],
+    "fairseq's encoder (--activation-fn tanh), fairseq's decoder (--activation-fn tanh)": ["--activation-fn", "tanh"],
 }
 
 

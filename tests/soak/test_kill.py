@@ -53,9 +53,10 @@ def test_killed_run_ends_with_the_same_bits(kills, seed, run_cli, train_argument
 
 def kill_at_random(job, folder, moments) -> str:
     """Kill the run ``job`` within its life: while it starts, between two updates, or while a file is being written."""
-    kind = moments.choice(["anywhere", "anywhere", "writing"])
-    # Without a checkpoint there would be nothing to go on from.
-    first = 0 if (folder / "checkpoint_last.pt").exists() else SAVE_EVERY + 1
+    kind, first = moments.choice(["anywhere", "anywhere", "writing"]), 0
+    # Without a checkpoint there would be nothing to go on from, and the first one must not be cut off.
+    if not (folder / "checkpoint_last.pt").exists():
+        kind, first = "anywhere", SAVE_EVERY + 1
     updates, extra = moments.randint(first, LONGEST_LIFE - 1), moments.uniform(0, 0.1)
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
