@@ -66,6 +66,8 @@ OPERATORS: dict[str, tuple[Callable[[Buffers, int, int], Problem], Sequence, Seq
 _TOY = {"attention": (24, 8), "grad_norm": (1000, 0), "adam": (1000, 0), "softmax_dropout": (256, 8)}
 # Liger's forward of the loss makes the gradient too, and its backward does next to nothing.
 _PEER_PARTS = {("cross_entropy", "liger"): ("step",)}
+# Peers that read from the device. A capture that fails leaves torch's generator unusable, so none is tried.
+_UNCAPTURED = {("cross_entropy", "liger")}
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,9 @@ def _peer_call(function: Callable[..., Any], problem: Problem, part: str) -> Cal
     return _backward(function, problem) if part.endswith("bwd") else _step(function, problem)
 
 
-def _peer_time(timer: Timer, build: Callable[[], Sequence[Call]], name: str) -> float | None:
+def _peer_time(timer: Timer, build: Callable[[], Sequence[Call]], name: str, captured: bool = True) -> float | None:
     """Return a peer's time, launched one by one where it cannot be captured; None where it does not run at all."""
-    for capture in (True, False):
+    for capture in (True, False) if captured else (False,):
         try:
             return timer.microseconds(build, capture)
         except RuntimeError as error:
@@ -179,7 +181,10 @@ def measure(op: str, dtype: torch.dtype, size: tuple[int, int], timer: Timer, co
                 continue
             with torch.inference_mode(part == "fwd"):
                 spent = _peer_time(
-                    timer, lambda function=function, part=part: [_peer_call(function, p, part) for p in sets], name
+                    timer,
+                    lambda function=function, part=part: [_peer_call(function, p, part) for p in sets],
+                    name,
+                    captured=(op, name) not in _UNCAPTURED,
                 )
             if spent is not None:
                 peers[name], ratios[name] = spent, spent / ours
