@@ -4,6 +4,7 @@
 environment, working directory, stdin, stdout and stderr, and a time limit.
 """
 
+import gc
 import importlib
 import importlib.util
 import logging
@@ -70,6 +71,8 @@ class Forker:
     def _child(
         function: Callable[[], object], arguments: list[str], stem: Path, cwd: Path | None, env: dict[str, str]
     ) -> None:
+        # Garbage of the parent may own threads that do not exist here; the child leaves it alone.
+        gc.freeze()
         code = 1
         try:
             os.setsid()
