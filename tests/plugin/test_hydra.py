@@ -160,6 +160,7 @@ def test_bad_configuration(hydra_cli, data_bin, tmp_path, words, parts):
     assert not list(tmp_path.rglob("*.pt"))
 
 
+@pytest.mark.soak
 def test_bad_configuration_in_a_process_of_its_own(launcher_script, data_bin, tmp_path):
     """Nor are there warnings of Python around the line, which forks of the tests' process would not show."""
     words = [*launcher_script("lightseq-hydra-train", "fairseq_plugin.cli:hydra_train"), *small_run("base", data_bin)]

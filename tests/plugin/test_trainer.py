@@ -125,7 +125,9 @@ def test_losses_equal_fairseqs(start, options):
     assert losses[-1] < 0.95 * losses[0] or {"--sentence-avg", "--ignore-prefix-size"} & set(options)
 
 
-@pytest.mark.parametrize("options", [["--bf16"], ["--bf16", "--update-freq", 2, "--clip-norm", 0.5]])
+@pytest.mark.parametrize(
+    "options", [pytest.param(["--bf16"], marks=pytest.mark.soak), ["--bf16", "--update-freq", 2, "--clip-norm", 0.5]]
+)
 def test_bf16_losses_are_near_fairseqs(start, options):
     ours, theirs = start(*options), start(*options, kind=FairseqTrainer, plain=True)
     theirs.trainer.get_model().load_state_dict(ours.trainer.get_model().state_dict())
