@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     start = time.monotonic()
     compile_kernels()
-    bandwidth = copy_bandwidth(2**31 if torch.cuda.is_available() else 2**20)
+    bandwidth = copy_bandwidth()
     works = _works(options)
     threads = max(1, (os.cpu_count() or 1) // len(works))
     records = []

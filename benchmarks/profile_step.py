@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--precision", default="fp16", choices=DTYPES)
     parser.add_argument("--output", type=Path, default=RESULTS / "profile.json")
     options = parser.parse_args(argv)
-    bandwidth = copy_bandwidth(2**31 if torch.cuda.is_available() else 2**20)
+    bandwidth = copy_bandwidth()
     dtype, shape = getattr(torch, DTYPES[options.precision]), SHAPES[options.arch]
     records: list[dict[str, Any]] = []
     for size in options.case or ["4096x32", "15000x30"]:

@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     start = time.monotonic()
     compile_kernels()
-    bandwidth = copy_bandwidth(2**31 if torch.cuda.is_available() else 2**20)
+    bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     cases, records = _cases(options), []
     for i in range(0, len(cases), options.together):
