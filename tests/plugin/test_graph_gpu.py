@@ -5,7 +5,7 @@ import torch
 
 import ls_train
 from fairseq_plugin.trainer import CudaGraphs
-from tests.plugin.test_trainer import FP16, assert_same_bits, precise_metrics, start  # noqa: F401
+from tests.plugin.test_trainer import FP16, assert_a_load_is_exact, assert_same_bits, precise_metrics, start  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -75,18 +75,8 @@ def test_unused_rows_change_the_order_of_additions_alone(start):  # noqa: F811
 def test_resume_is_exact(graphed, tmp_path):
     options = [*FP16, "--dropout", 0.1]
     whole, resumed = graphed(*options), graphed(*options)
-    whole.steps(8)
-    path = str(tmp_path / "checkpoint.pt")
-    whole.trainer.consolidate_optimizer()
-    whole.trainer.save_checkpoint(path, {"train_iterator": whole.epoch.state_dict()})
-    resumed.steps(3)
-    resumed.trainer.load_checkpoint(path)
-    for run in (whole, resumed):
-        run.groups = iter(())
-        run.epoch = run.trainer.get_train_iterator(1, load_dataset=False)
-        run.steps(8)
+    assert_a_load_is_exact(whole, resumed, tmp_path, before=8, after=8)
     assert replays(resumed) > 0
-    assert_same_bits(resumed.state(), whole.state())
 
 
 def evaluate(run):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fairseq_plugin import trainer as plugin_trainer
 from fairseq_plugin.data_parallel import Ranks
-from tests.plugin.test_trainer import FP16, assert_same_bits, precise_metrics, start  # noqa: F401
+from tests.plugin.test_trainer import FP16, assert_a_load_is_exact, assert_same_bits, precise_metrics, start  # noqa: F401
 from tests.recorded_graphs import RecordedGraphs
 
 
@@ -60,17 +60,7 @@ def test_replays_equal_eager_steps(graphed, options):
 def test_a_load_drops_what_was_captured(graphed, tmp_path):
     """A checkpoint that is loaded into a running training: the same updates as in a training that never stopped."""
     whole, resumed = graphed("--dropout", 0.1), graphed("--dropout", 0.1)
-    whole.steps(6)
-    path = str(tmp_path / "checkpoint.pt")
-    whole.trainer.consolidate_optimizer()
-    whole.trainer.save_checkpoint(path, {"train_iterator": whole.epoch.state_dict()})
-    resumed.steps(3)
-    resumed.trainer.load_checkpoint(path)
-    for run in (whole, resumed):
-        run.groups = iter(())
-        run.epoch = run.trainer.get_train_iterator(1, load_dataset=False)
-        run.steps(4)
-    assert_same_bits(resumed.state(), whole.state())
+    assert_a_load_is_exact(whole, resumed, tmp_path, before=6, after=4)
 
 
 def test_summary_is_logged(graphed, caplog, monkeypatch):

@@ -98,6 +98,21 @@ def assert_same_bits(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+def assert_a_load_is_exact(whole, resumed, folder, before, after):
+    """Save ``whole`` after some steps, load that into the running ``resumed``: both go on with the same bits."""
+    whole.steps(before)
+    path = str(folder / "checkpoint.pt")
+    whole.trainer.consolidate_optimizer()
+    whole.trainer.save_checkpoint(path, {"train_iterator": whole.epoch.state_dict()})
+    resumed.steps(3)
+    resumed.trainer.load_checkpoint(path)
+    for run in (whole, resumed):
+        run.groups = iter(())
+        run.epoch = run.trainer.get_train_iterator(1, load_dataset=False)
+        run.steps(after)
+    assert_same_bits(resumed.state(), whole.state())
+
+
 OPTIONS = {
     "defaults": [],
     "update-freq, clip": ["--update-freq", 3, "--clip-norm", 0.5, "--weight-decay", 1e-2],
