@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ls_train.layers.call import backward_scratch, backward_sums
 from ls_train.layers.config import LayerConfig, TransformerConfig
@@ -28,6 +29,8 @@ class MemoryPlan:
         criterion: what the output projection with its loss holds at the end of the forward.
         backward: what the first layer's backward adds while all blocks are still held: the gradient of the cross keys
             and values and those of two activations.
+        fresh: gradients that autograd holds at the end of the backward, before they go into the flat buffer; 0 with
+            ``direct_grads``.
     """
 
     parameters: int
@@ -37,12 +40,13 @@ class MemoryPlan:
     workspace: int
     criterion: int
     backward: int
+    fresh: int = 0
 
     @property
     def total(self) -> int:
         """Largest sum that is held at a time."""
         lasting = self.parameters + self.gradients + self.optimizer + self.workspace
-        return lasting + self.saved + max(self.criterion, self.backward)
+        return lasting + max(self.saved + max(self.criterion, self.backward), self.fresh)
 
 
 def memory_plan(
@@ -50,18 +54,23 @@ def memory_plan(
     tokens: int,
     source_tokens: int | None = None,
     dtype: torch.dtype = torch.float16,
+    direct_grads: bool = True,
 ) -> MemoryPlan:
     """Return the memory of one training step with :func:`ls_train.ops.linear_cross_entropy.linear_cross_entropy`.
+
+    Scratch of cuBLAS, the batch itself and kernels' code come on top.
 
     Args:
         config: of the model.
         tokens: real target tokens of a batch.
         source_tokens: real source tokens; None is ``tokens``.
         dtype: type of activations and parameters.
+        direct_grads: whether layers write gradients into :class:`ls_train.FusedAdam`'s flat buffer.
     """
     source_tokens = tokens if source_tokens is None else source_tokens
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in LSTransformer(config).parameters())
+        model = LSTransformer(config)
+    count, last_layer = (_count(module) for module in (model, model.decoder.layers[-1:]))
     sides = [(config.encoder, config.num_encoder_layer, source_tokens, encoder_block)]
     sides.append((config.decoder, config.num_decoder_layer, tokens, decoder_block))
     saved = 0
@@ -76,6 +85,8 @@ def memory_plan(
     keys_values = source_tokens * config.num_decoder_layer * 2 * size * dtype.itemsize
     saved += keys_values + source_tokens * config.encoder.hidden_size * dtype.itemsize
     activation = tokens * size * dtype.itemsize
+    projection = config.vocab_size * size * dtype.itemsize
+    is_tied = model.decoder.output_projection.weight is model.decoder.embed_tokens.weight
     state = 8 if dtype == torch.float32 else 12 if dtype.itemsize == 2 else 16
     return MemoryPlan(
         parameters=count * dtype.itemsize,
@@ -83,22 +94,28 @@ def memory_plan(
         optimizer=count * state,
         saved=saved,
         workspace=max(
-            _scratch(config.encoder, source_tokens, 0, 2, dtype),
-            _scratch(config.decoder, tokens, source_tokens, 3, dtype),
+            _scratch(config.encoder, source_tokens, False, dtype),
+            _scratch(config.decoder, tokens, True, dtype),
         ),
         # Features, their gradient, the logits of a chunk and the weight's gradient before it is rounded.
         criterion=2 * activation
         + chunk_rows(tokens) * config.vocab_size * dtype.itemsize
         + config.vocab_size * size * _wide(dtype).itemsize,
-        backward=keys_values + 2 * activation,
+        backward=keys_values + 2 * activation + (0 if direct_grads else projection + last_layer * dtype.itemsize),
+        # The gradients of a tied table are summed into a third one.
+        fresh=0 if direct_grads else count * dtype.itemsize + (2 * projection if is_tied else 0),
     )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scratch(layer: LayerConfig, rows: int, keys: int, buffers: int, dtype: torch.dtype) -> int:
+def _scratch(layer: LayerConfig, rows: int, cross: bool, dtype: torch.dtype) -> int:
     size, inner = layer.hidden_size, layer.intermediate_size
-    sums = backward_sums(rows, keys, size, inner, layer.nhead)
-    return round_size(backward_scratch(rows, size, inner, dtype.itemsize, sums, buffers + layer.pre_layer_norm))
+    sums, buffers = backward_sums(rows, size, inner, cross, layer.pre_layer_norm), 2 + cross + layer.pre_layer_norm
+    return round_size(backward_scratch(rows, size, inner, layer.nhead, dtype.itemsize, sums, buffers))
