@@ -1,9 +1,12 @@
 """Layers on random shapes: right results at each, and reserved memory that stays flat over ten thousand of them."""
 
+import gc
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from ls_train.layers.criterion import LSCrossEntropyLayer
 from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
@@ -60,45 +63,81 @@ def test_results_at_random_shapes(kind, device):
         compare(layer, x, memory if kind is LSTransformerDecoderLayer else None, seed, target, source)
 
 
+def growth(shapes: int, warm_up: int, step: Callable[[random.Random, int], None], held: Callable[[], int]) -> int:
+    """Return how many bytes more are ``held`` after ``shapes`` steps than after the first ``warm_up``."""
+    chooser = random.Random(20)
+    before = 0
+    for number in range(shapes):
+        if number == warm_up:
+            before = held()
+        step(chooser, number)
+    return held() - before
+
+
+def small_model_step(
+    device: str, dtype: torch.dtype, longest: int, dropout: float = 0.1
+) -> tuple[Callable[[random.Random, int], None], Tensor]:
+    """Return a step of a small model on a random shape, and the sum of its losses.
+
+    The first step takes the largest shape, as a training set's largest batch decides about memory. Decoder and loss
+    join in for every tenth shape: with them in all the test takes minutes, most of it Python.
+    """
+    rates = dict.fromkeys(("attn_prob_dropout_ratio", "activation_dropout_ratio", "hidden_dropout_ratio"), dropout)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "nhead": 4, "num_encoder_layer": 1, "num_decoder_layer": 1}
+    model = transformer(device, **sizes, **rates).to(dtype)
+    criterion, weight = LSCrossEntropyLayer(), model.decoder.output_projection.weight
+    parameters, place = list(model.parameters()), weight.device
+    words, sum_of_losses = (
+        torch.randint(4, 37, (MAX_SENTENCES * longest,), device=device),
+        torch.zeros((), device=device),
+    )
+    seed = torch.tensor([3], device=device)
+
+    def step(chooser: random.Random, number: int) -> None:
+        if number:
+            sentences = chooser.randint(1, MAX_SENTENCES)
+            sides = [random_lengths(chooser, sentences, chooser.randint(1, longest)) for _ in range(2)]
+        else:
+            sides = [torch.full((MAX_SENTENCES,), longest)] * 2
+        source, target = (Packing.from_lengths(lengths, longest, place) for lengths in sides)
+        tokens, labels = (words[: packing.positions.shape[0]] for packing in (source, target))
+        memory = model.encoder.forward_packed(tokens, source, seed)
+        if number % 10:
+            loss = memory.sum(dtype=torch.float32)
+        else:
+            features = model.decoder.forward_packed(labels, target, memory, source, seed)
+            loss, _ = criterion(features, labels, weight)
+        loss.backward()
+        sum_of_losses.add_(loss.detach())
+        for parameter in parameters:
+            parameter.grad = None
+
+    return step, sum_of_losses
+
+
+def living_bytes() -> int:
+    """Return the bytes of all tensors that Python knows."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if type(item) in (Tensor, torch.nn.Parameter)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def test_living_tensors_stay_few():
+    """Without a GPU, in few shapes: no tensor of a step outlives it."""
+    step, total = small_model_step("cpu", torch.float32, 5, 0.0)
+    assert growth(40, 20, step, living_bytes) <= 0
+    assert total.isfinite()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("device, dtype", [("cuda", torch.bfloat16)])
 def test_reserved_memory_stays_flat(device, dtype):
-    """Forward and backward of a small model: after the first shapes no new one makes the allocator ask for more.
-
-    The largest shape comes first, as a training set's largest batch decides about memory. Decoder and loss join in for
-    every fifth shape: with them in all the test takes minutes, most of it Python.
-    """
-    chooser = random.Random(20)
-    model = transformer(
-        device, hidden_size=64, intermediate_size=128, nhead=4, num_encoder_layer=1, num_decoder_layer=1
-    ).to(dtype)
-    criterion, weight = LSCrossEntropyLayer(), model.decoder.output_projection.weight
-    finite = torch.ones((), dtype=torch.bool, device=device)
-
-    def step(source_lengths: torch.Tensor, target_lengths: torch.Tensor | None) -> None:
-        nonlocal finite
-        source = Packing.from_lengths(source_lengths, MAX_LENGTH, torch.device(device))
-        memory = model.encoder.forward_packed(torch.randint(4, 37, source.positions.shape, device=device), source)
-        if target_lengths is None:
-            loss = memory.float().square().sum()
-        else:
-            target = Packing.from_lengths(target_lengths, MAX_LENGTH, torch.device(device))
-            tokens, labels = torch.randint(4, 37, (2, *target.positions.shape), device=device)
-            features = model.decoder.forward_packed(tokens, target, memory, source)
-            loss, _ = criterion(features, labels, weight)
-        loss.backward()
-        finite = finite & loss.detach().isfinite()
-        model.zero_grad(set_to_none=True)
-
-    step(*(torch.full((MAX_SENTENCES,), MAX_LENGTH) for _ in range(2)))
-    reserved = 0
-    for number in range(SHAPES_FOR_MEMORY):
-        if number == WARM_UP:
-            reserved = torch.cuda.memory_reserved()
-        sentences = chooser.randint(1, MAX_SENTENCES)
-        source, target = (random_lengths(chooser, sentences, chooser.randint(1, MAX_LENGTH)) for _ in range(2))
-        step(source, target if number % 5 == 0 else None)
-    assert finite
-    assert reserved > 0
-    growth = torch.cuda.memory_reserved() - reserved
-    assert growth <= SEGMENT, f"{growth} bytes more after {SHAPES_FOR_MEMORY - WARM_UP} further shapes"
+    """Forward and backward of a small model: after the first shapes no new one makes the allocator ask for more."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    step, total = small_model_step(device, dtype, MAX_LENGTH)
+    assert growth(SHAPES_FOR_MEMORY, WARM_UP, step, torch.cuda.memory_reserved) <= SEGMENT
+    assert total.isfinite()
+    # What a step leaves behind would first fill the cache of free blocks.
+    assert growth(20, 10, step, torch.cuda.memory_allocated) <= 0
