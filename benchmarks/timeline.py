@@ -1,30 +1,37 @@
 """One update of fairseq and one of ls_train on a time line: what the GPU does in forward, backward and update.
 
 ``python -m benchmarks.timeline [--max-tokens N] [--traces FOLDER] [--output FILE]`` trains with each implementation for
-a while and records three updates with torch's profiler. The traces, ``timeline_<implementation>.json.gz``, open in
-Perfetto (https://ui.perfetto.dev); the second update of each makes the records and, with ``--plot FILE``, the picture.
+a while and records three updates with torch's profiler, the same batches of all. The traces,
+``timeline_<implementation>.json.gz``, open in Perfetto (https://ui.perfetto.dev); the second update of each makes the
+records and, with ``--plot FILE`` on any machine, the picture. Recording costs the host time, most where it launches
+every kernel: use ``benchmarks.fairseq_wps`` to compare speeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import trace
 from benchmarks.fairseq_process import IMPLEMENTATIONS, train
-from benchmarks.fairseq_wps import ARCHS, VOCABULARY, Run, arguments_of, warm_up_updates
+from benchmarks.fairseq_wps import ARCHS, VOCABULARY, Run, arguments_of, environments, warm_up_updates
+from benchmarks.processes import Prepared, in_turn
 from benchmarks.random_data import write_data
 from benchmarks.records import RESULTS, compile_kernels, write_records
 from benchmarks.trace import PHASES, Step
 
 _DEFAULT = ("fairseq_no_cudnn_attention", "ls_train", "ls_train_graph")
 _RECORDED = 3
+_LOGGED = 400  # so many measured updates have a log interval that none of ours falls on: steps wait there
+_PROGRAM = (
+    "import sys; from pathlib import Path; from benchmarks.processes import wait_for_go; "
+    "from benchmarks.timeline import record_training; "
+    "record_training(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:], before=wait_for_go)"
+)
 
 
 def trace_path(folder: Path, implementation: str) -> Path:
@@ -32,11 +39,36 @@ def trace_path(folder: Path, implementation: str) -> Path:
     return folder / f"timeline_{implementation}.json.gz"
 
 
+def flags_of(implementation: str, data: Path, case: Mapping[str, Any], skipped: int) -> list[str]:
+    """Return the flags of a run whose last updates are recorded, ``skipped`` others before them."""
+    return arguments_of(data, Run(implementation, *case.values(), 1, skipped + _RECORDED, _LOGGED))
+
+
 def record_training(
-    implementation: str, path: Path, skipped: int, flags: Sequence[str], updates: int = _RECORDED
+    implementation: str,
+    path: Path,
+    skipped: int,
+    flags: Sequence[str],
+    updates: int = _RECORDED,
+    before: Callable[[], None] | None = None,
 ) -> None:
-    """Train in this process, record ``updates`` updates after the first ``skipped`` ones to ``path``."""
-    train(implementation, flags, lambda trainer: _record_steps(trainer, path, skipped, updates))
+    """Train in this process, record ``updates`` updates after the first ``skipped`` ones to ``path``.
+
+    Args:
+        implementation: see :func:`benchmarks.fairseq_process.train`.
+        path: of the trace.
+        skipped: updates before the recorded ones.
+        flags: of fairseq-train.
+        updates: that are recorded.
+        before: called when everything is built, before the first update.
+    """
+
+    def prepare(trainer: Any) -> None:
+        _record_steps(trainer, path, skipped, updates)
+        if before is not None:
+            before()
+
+    train(implementation, flags, prepare)
 
 
 def _record_steps(trainer: Any, path: Path, skipped: int, updates: int) -> None:
@@ -107,10 +139,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--precision", default="fp16", choices=("fp32", "fp16", "bf16"))
     parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS, help=f"default: {_DEFAULT}")
-    parser.add_argument("--warm-up", type=int, help="updates before the recorded ones")
+    parser.add_argument(
+        "--warm-up", type=int, help="updates before the recorded ones; default: as many as the graphs need"
+    )
     parser.add_argument("--sentences", type=int, default=30000)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
-    parser.add_argument("--limit", type=float, default=150, help="seconds a run may take (%(default)s)")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for the start-up and for a run (%(default)s)")
     parser.add_argument("--traces", type=Path, default=RESULTS, help="folder of the traces (%(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS / "timeline.json")
     parser.add_argument("--plot", type=Path, help="only draw the traces of --traces into this image")
@@ -119,28 +153,25 @@ def main(argv: list[str] | None = None) -> None:
         plot(read_steps(options.traces), options.plot)
         return
     compile_kernels()
+    names = options.implementation or _DEFAULT
+    skipped = max(map(warm_up_updates, names)) if options.warm_up is None else options.warm_up
     case = {"arch": options.arch, "max_tokens": options.max_tokens, "precision": options.precision}
-    steps = {}
-    with tempfile.TemporaryDirectory() as folder:
+    steps: dict[str, Step] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         write_data(Path(folder), options.sentences, options.vocabulary)
-        for name in options.implementation or _DEFAULT:
-            skipped = options.warm_up or warm_up_updates(name)
-            run = Run(name, *case.values(), 1, skipped + _RECORDED, _RECORDED)
-            path = trace_path(options.traces, name)
-            program = (
-                "import sys; from pathlib import Path; from benchmarks.timeline import record_training; "
-                f"record_training({name!r}, Path(sys.argv[1]), {skipped}, sys.argv[2:])"
-            )
-            command = [sys.executable, "-c", program, str(path), *arguments_of(Path(folder), run)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=options.limit, check=False)
-            if done.returncode != 0:
-                print(f"{name} ended with code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}", flush=True)
-                continue
-            steps[name] = trace.read(path)[1]
+        runs = {}
+        for name in names:
+            flags = flags_of(name, Path(folder), case, skipped)
+            words = ["-c", _PROGRAM, name, str(trace_path(options.traces, name)), str(skipped), *flags]
+            runs[name] = [stack.enter_context(Prepared(words, environments(1)[0]))]
+        for name, _ in in_turn(runs, options.limit, options.limit):
+            steps[name] = trace.read(trace_path(options.traces, name))[1]
             records = records_of(case, steps)
             write_records(records, options.output)
             row = ", ".join(f"{r['metric']} {r['value']:.2f}" for r in records if r["implementation"] == name)
             print(f"{name}: {row}", flush=True)
+    if len(steps) < len(names):
+        raise SystemExit(f"{len(names) - len(steps)} of {len(names)} runs failed")
 
 
 if __name__ == "__main__":
