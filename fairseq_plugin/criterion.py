@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fairseq_plugin.fused_model import reference_causes
 from ls_train.ops.cross_entropy import cross_entropy
-from ls_train.ops.linear_cross_entropy import linear_cross_entropy
+from ls_train.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -58,19 +58,29 @@ class FusedLoss(FairseqCriterion):
     loss_options = LossOptions()
     logs_nll_loss = False
 
-    def packed_sums(
-        self, features: Tensor, weight: Tensor, target: Tensor, rows: Tensor | None = None
+    def packed_backward(
+        self, features: Tensor, weight: Tensor, target: Tensor, gradient: Tensor, rows: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the sums that :meth:`forward` logs, under its names, of a batch without padding; ``loss`` first.
+        """Run the backward of ``gradient * loss`` of a batch without padding.
 
         Args:
             features: (N, C), of the decoder.
-            weight: (V, C), of the output projection.
+            weight: (V, C), of the output projection, a parameter.
             target: int64 (N,).
+            gradient: float32 (1,) on the device.
             rows: int32 (1,) on the device, number of used rows; None: all.
+
+        Returns:
+            The sums that :meth:`forward` logs, under its names, ``loss`` first.
         """
         label_smoothing, _, count_correct = self.loss_options
-        outputs = linear_cross_entropy(features, weight, target, label_smoothing, self.padding_idx, rows, count_correct)
+        outputs, dfeatures, dweight = linear_cross_entropy_gradients(
+            features, weight, target, gradient, label_smoothing, self.padding_idx, rows, count_correct
+        )
+        if dweight is not None:
+            weight.grad = dweight if weight.grad is None else weight.grad + dweight
+        if features.requires_grad:
+            features.backward(dfeatures)
         sums = {"loss": outputs.loss}
         if self.logs_nll_loss:
             sums["nll_loss"] = outputs.nll

@@ -182,11 +182,11 @@ class DeviceStep:
         model = self._model
         features = packed_features(model, batch, self._optimizer.updates + batch.seed)
         rows = batch.packing.rows if batch.is_padded else None
-        sums = self._criterion.packed_sums(features, model.decoder.output_projection.weight, batch.target, rows)
         gradient = batch.weight if self._scale is None else batch.weight * self._scale.scale
-        sums["loss"].backward(gradient.to(sums["loss"].dtype).view(()))
+        weight = model.decoder.output_projection.weight
+        sums = self._criterion.packed_backward(features, weight, batch.target, gradient, rows)
         self._names = list(sums)
-        return torch.stack([value.detach().to(torch.float32) for value in sums.values()])
+        return torch.stack([value.to(torch.float32) for value in sums.values()])
 
     def _update(self, inverse: Tensor, *sums: Tensor) -> Tensor:
         """Update the parameters; return what :class:`PendingUpdate` takes."""

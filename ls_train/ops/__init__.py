@@ -10,7 +10,7 @@ from ls_train.ops.dropout import dropout
 from ls_train.ops.embedding import embedding
 from ls_train.ops.grad_norm import grad_norm
 from ls_train.ops.layer_norm import layer_norm, layer_norm_residual
-from ls_train.ops.linear_cross_entropy import linear_cross_entropy
+from ls_train.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_gradients
 from ls_train.ops.loss_scale_update import loss_scale_update
 from ls_train.ops.softmax_dropout import softmax_dropout
 
@@ -28,6 +28,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_residual",
     "linear_cross_entropy",
+    "linear_cross_entropy_gradients",
     "loss_scale_update",
     "softmax_dropout",
 ]

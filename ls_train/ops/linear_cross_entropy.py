@@ -1,11 +1,15 @@
 """Output projection and label-smoothed cross entropy together, without ever holding the whole logits.
 
 The rows go through in chunks: logits of a chunk, ``cross_entropy_inplace`` turns them into their gradient, and two
-products give the chunk's part of the gradients of input and weight, all during the forward. The backward multiplies
-by the incoming gradient. Only the sum over rows can therefore be differentiated.
+products give the chunk's part of the gradients of input and weight. Only the sum over rows can therefore be
+differentiated. :func:`linear_cross_entropy` does all this in its forward, and its backward multiplies by the incoming
+gradient. Who knows that gradient before (a training step does: it is the loss scale) calls
+:func:`linear_cross_entropy_gradients`: the logits' gradients carry it, so that both gradients are final.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +23,22 @@ _PARTS = 4
 _MANY_ROWS, _MANY_PARTS = 8192, 8  # an eighth of so many rows still fills the GPU
 # Smoothing spreads eps / (V - 1), 2.5e-6 for 0.1 over 40000 words, which is subnormal in float16.
 _FLOAT16_GRAD_SCALE = 32.0
+
+
+class _Loss(NamedTuple):
+    label_smoothing: float
+    ignore_index: int
+    rows: Tensor | None
+    count_correct: bool
+
+
+class _Gradients(NamedTuple):
+    """Where the gradients go: ``dx`` and ``dweight`` may be None; ``scale``, float32 (1,) or None, is a factor."""
+
+    dx: Tensor | None
+    dweight: Tensor | None
+    accumulate: bool
+    scale: Tensor | None
 
 
 @check_kinds
@@ -51,15 +71,62 @@ def linear_cross_entropy(
         TypeError: a dtype does not fit.
         ValueError: a shape, device, memory layout or ``label_smoothing`` does not fit.
     """
-    arguments = Arguments("linear_cross_entropy", "x", x, 2)
-    arguments.tensor("weight", weight, (weight.shape[0], x.shape[1]))
-    arguments.tensor("target", target, x.shape[:1], torch.int64)
-    arguments.rows(rows)
-    check_label_smoothing(arguments, label_smoothing, weight.shape[0])
+    _check("linear_cross_entropy", x, weight, target, label_smoothing, rows)
     differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return CrossEntropy(
-        *_LinearCrossEntropy.apply(x, weight, target, label_smoothing, ignore_index, rows, count_correct, differentiate)
-    )
+    loss = _Loss(label_smoothing, ignore_index, rows, count_correct)
+    return CrossEntropy(*_LinearCrossEntropy.apply(x, weight, target, loss, differentiate))
+
+
+@check_kinds
+@torch.no_grad()
+def linear_cross_entropy_gradients(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    gradient: Tensor,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    rows: Tensor | None = None,
+    count_correct: bool = False,
+) -> tuple[CrossEntropy, Tensor, Tensor | None]:
+    """Return :func:`linear_cross_entropy` and the gradients of ``gradient * loss``, without autograd.
+
+    The gradient of ``weight`` is summed chunk by chunk in its own type, where the result belongs: each of the up to
+    nine sums is rounded, which the rule of :mod:`ls_train.testing` allows. In float16 ``gradient`` should be a loss
+    scale: smoothing alone makes subnormal numbers, and what does not fit becomes infinite, as in fairseq.
+
+    Args:
+        x: (N, C), contiguous. Its unused rows must be finite.
+        weight: (V, C), contiguous, same dtype as ``x``.
+        target: int64 (N,), contiguous.
+        gradient: float32 (1,) on the device.
+        label_smoothing: see :func:`linear_cross_entropy`.
+        ignore_index: see :func:`linear_cross_entropy`.
+        rows: see :func:`linear_cross_entropy`.
+        count_correct: see :func:`linear_cross_entropy`.
+
+    Returns:
+        The sums, the gradient (N, C) of ``x``, and that of ``weight``, (V, C). The last one is None where ``weight``
+        does not require a gradient, and while ``direct_grads`` is on: then it has gone into its slot.
+
+    Raises:
+        IndexError: on the CPU, a target is out of range.
+        TypeError: a dtype does not fit.
+        ValueError: a shape, device, memory layout or ``label_smoothing`` does not fit.
+    """
+    arguments = _check("linear_cross_entropy_gradients", x, weight, target, label_smoothing, rows)
+    arguments.tensor("gradient", gradient, (1,), torch.float32)
+    dweight = slot = None
+    if weight.requires_grad:
+        slot = grad_slot(weight)
+        dweight = torch.empty_like(weight) if slot is None else slot.tensor
+    accumulate = slot is not None and slot.written
+    gradients = _Gradients(torch.empty_like(x), dweight, accumulate, gradient)
+    outputs = _run(x, weight, target, _Loss(label_smoothing, ignore_index, rows, count_correct), gradients)
+    if slot is not None:
+        slot.commit()
+        dweight = None
+    return outputs, gradients.dx, dweight
 
 
 def chunk_rows(rows: int) -> int:
@@ -72,55 +139,22 @@ def chunk_rows(rows: int) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        label_smoothing: float,
-        ignore_index: int,
-        rows: Tensor | None,
-        count_correct: bool,
-        differentiate: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        total, wide = x.shape[0], statistics_dtype(x.dtype)
-        loss, nll = x.new_empty((2, total), dtype=wide)
-        lse = None if differentiate else x.new_empty(total, dtype=wide)
-        correct = x.new_empty(total, dtype=torch.int32) if count_correct else None
-        dx = torch.empty_like(x) if differentiate and ctx.needs_input_grad[0] else None
-        dweight = None
-        if differentiate and ctx.needs_input_grad[1]:
-            # Float32 for the 16-bit types: chunks are added up without rounding, and no sum can overflow.
-            dweight = torch.zeros_like(weight, dtype=wide)
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, target: Tensor, loss: _Loss, differentiate: bool
+    ) -> CrossEntropy:
+        gradients = None
         ctx.grad_scale = _FLOAT16_GRAD_SCALE if x.dtype == torch.float16 else 1.0
-        grad_scale = x.new_full((1,), ctx.grad_scale, dtype=torch.float32) if ctx.grad_scale != 1.0 else None
-        step = max(1, chunk_rows(total))
-        if rows is not None:
-            used = (rows - torch.arange(0, total, step, dtype=rows.dtype, device=rows.device)).clamp_(0, step)
-        buffer, weight_t = x.new_empty(min(step, total), weight.shape[0]), weight.t()
-        # One call for the views of all chunks instead of one a chunk.
-        views = [None if tensor is None else tensor.split(step) for tensor in (x, loss, nll, lse, correct, target, dx)]
-        for i in range(-(-total // step)):
-            part, losses, nlls, sums, outputs, targets, gradient = (view and view[i] for view in views)
-            logits = buffer if part.shape[0] == buffer.shape[0] else buffer[: part.shape[0]]
-            torch.mm(part, weight_t, out=logits)
-            count = None if rows is None else used[i : i + 1]
-            if not differentiate:
-                torch.ops.ls_train.cross_entropy_fwd(
-                    losses, nlls, sums, outputs, logits, targets, count, label_smoothing, ignore_index
-                )
-                continue
-            torch.ops.ls_train.cross_entropy_inplace(
-                logits, losses, nlls, outputs, targets, count, grad_scale, label_smoothing, ignore_index
+        if differentiate:
+            gradients = _Gradients(
+                torch.empty_like(x) if ctx.needs_input_grad[0] else None,
+                # Float32 for the 16-bit types: no sum can overflow, whatever the incoming gradient.
+                torch.empty_like(weight, dtype=statistics_dtype(x.dtype)) if ctx.needs_input_grad[1] else None,
+                False,
+                x.new_full((1,), ctx.grad_scale, dtype=torch.float32) if ctx.grad_scale != 1.0 else None,
             )
-            if gradient is not None:
-                torch.mm(logits, weight, out=gradient)
-            if dweight is not None:
-                _add_product(dweight, logits.t(), part)
-        ctx.save_for_backward(dx, dweight, weight)
-        loss, nll = loss.sum(), nll.sum()
-        correct = None if correct is None else correct.sum()
-        ctx.mark_non_differentiable(nll, *(() if correct is None else (correct,)))
-        return loss, nll, correct
+            ctx.save_for_backward(gradients.dx, gradients.dweight, weight)
+        outputs = _run(x, weight, target, loss, gradients)
+        ctx.mark_non_differentiable(*(tensor for tensor in outputs[1:] if tensor is not None))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
@@ -132,7 +166,52 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dx = torch.mul(dx, factor, out=torch.empty_like(dx))
         if dweight is not None:
             dweight = _weight_gradient(weight, dweight, factor)
-        return dx, dweight, *(None,) * 6
+        return dx, dweight, *(None,) * 3
+
+
+def _check(
+    op: str, x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, rows: Tensor | None
+) -> Arguments:
+    arguments = Arguments(op, "x", x, 2)
+    arguments.tensor("weight", weight, (weight.shape[0], x.shape[1]))
+    arguments.tensor("target", target, x.shape[:1], torch.int64)
+    arguments.rows(rows)
+    check_label_smoothing(arguments, label_smoothing, weight.shape[0])
+    return arguments
+
+
+def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _Gradients | None) -> CrossEntropy:
+    """Return the sums over the rows, and write the gradients."""
+    total, wide = x.shape[0], statistics_dtype(x.dtype)
+    losses = x.new_empty((2, total), dtype=wide)
+    lse = x.new_empty(total, dtype=wide) if gradients is None else None
+    correct = x.new_empty(total, dtype=torch.int32) if options.count_correct else None
+    dx, dweight = (None, None) if gradients is None else gradients[:2]
+    step = max(1, chunk_rows(total))
+    rows, smoothing, ignored = options.rows, options.label_smoothing, options.ignore_index
+    if rows is not None:
+        used = (rows - torch.arange(0, total, step, dtype=rows.dtype, device=rows.device)).clamp_(0, step)
+    buffer, weight_t = x.new_empty(min(step, total), weight.shape[0]), weight.t()
+    # One call for the views of all chunks instead of one a chunk.
+    views = [None if tensor is None else tensor.split(step) for tensor in (x, *losses, lse, correct, target, dx)]
+    for i in range(-(-total // step)):
+        part, loss, nll, sums, hits, targets, gradient = (view and view[i] for view in views)
+        logits = buffer if part.shape[0] == buffer.shape[0] else buffer[: part.shape[0]]
+        torch.mm(part, weight_t, out=logits)
+        count = None if rows is None else used[i : i + 1]
+        if gradients is None:
+            torch.ops.ls_train.cross_entropy_fwd(loss, nll, sums, hits, logits, targets, count, smoothing, ignored)
+            continue
+        torch.ops.ls_train.cross_entropy_inplace(
+            logits, loss, nll, hits, targets, count, gradients.scale, smoothing, ignored
+        )
+        if gradient is not None:
+            torch.mm(logits, weight, out=gradient)
+        if dweight is not None:
+            _write_product(dweight, logits.t(), part, gradients.accumulate or i > 0)
+    if total == 0 and dweight is not None and not gradients.accumulate:
+        dweight.zero_()
+    return CrossEntropy(losses[0].sum(), losses[1].sum(), None if correct is None else correct.sum())
 
 
 def _weight_gradient(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor | None:
@@ -148,11 +227,15 @@ def _weight_gradient(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor 
     return None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a b`` to ``total``, which may be float32 with 16-bit factors."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+def _write_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    """Write ``a b`` to ``out``, or add it; ``out`` may be float32 with 16-bit factors."""
+    more = {}
+    if out.dtype != a.dtype:
+        if out.is_cuda:
+            more["out_dtype"] = out.dtype
+        else:
+            a, b = a.to(out.dtype), b.to(out.dtype)
+    if accumulate:
+        torch.addmm(out, a, b, out=out, **more)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        torch.mm(a, b, out=out, **more)

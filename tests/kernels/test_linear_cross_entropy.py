@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ls_train.ops import cross_entropy, linear_cross_entropy
+from ls_train.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_gradients
 from ls_train.ops.linear_cross_entropy import chunk_rows
 from ls_train.params import FlatParameters
-from ls_train.testing import assert_matches_torch
+from ls_train.testing import assert_accurate, assert_matches_torch
 from tests.kernels.leaf_contract import on_every_type, row_count
 from tests.kernels.test_cross_entropy import IGNORE, native, random_target
 
@@ -126,6 +126,89 @@ def test_gradient_slot(device: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(grad, expected * times, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
+@on_every_type
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_at_once_match_torch(
+    shape: tuple[int, int, int], scale: float, device: str, dtype: torch.dtype
+) -> None:
+    """The weight's gradient too, whose sums of chunks are rounded: the rule of all operators holds."""
+    x, weight, target = random_inputs(shape, device, dtype)
+    found = {}
+    for name, cast in (("native", dtype), ("reference", torch.float64)):
+        leaves = [tensor.to(cast).requires_grad_() for tensor in (x, weight)]
+        loss = native(leaves[0] @ leaves[1].t(), target, 0.1).sum()
+        found[name] = loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, scale))
+    gradient = torch.full((1,), scale, device=device)
+    outputs, dx, dweight = linear_cross_entropy_gradients(x, weight.requires_grad_(), target, gradient, 0.1, IGNORE)
+    assert not outputs.loss.requires_grad
+    assert torch.equal(outputs.loss, linear_cross_entropy(x, weight, target, 0.1, IGNORE).loss)
+    largest = max(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in found["reference"])
+    ours = outputs.loss, dx, dweight
+    for name, actual, theirs, reference in zip(("loss", "dx", "dweight"), ours, *found.values(), strict=True):
+        assert_accurate(actual, reference, dtype, theirs, name, largest)
+
+
+@on_every_type
+def test_sums_of_equal_chunks_are_accurate(device: str, dtype: torch.dtype) -> None:
+    """Eight equal parts, for each of which the sum grows: the most that rounding can do."""
+    rows, classes = 8192, 5
+    x = torch.rand(rows // 8, 3, device=device).to(dtype).repeat(8, 1)
+    weight = torch.randn(classes, 3, device=device).to(dtype).requires_grad_()
+    target = torch.zeros(rows, dtype=torch.int64, device=device)
+    assert chunk_rows(rows) == rows // 8
+    (expected,), (native_grad,) = (
+        torch.autograd.grad(native(x.to(cast) @ w.t(), target, 0.1).sum(), w)
+        for cast, w in ((kind, weight.detach().to(kind).requires_grad_()) for kind in (torch.float64, dtype))
+    )
+    one = torch.ones(1, device=device)
+    dweight = linear_cross_entropy_gradients(x, weight, target, one, 0.1, IGNORE)[2]
+    assert_accurate(dweight, expected, dtype, native_grad)
+
+
+@on_every_type
+def test_gradients_at_once_go_into_the_slot(device: str, dtype: torch.dtype) -> None:
+    x, weight, target = random_inputs((13, 24, 37), device, dtype)
+    gradient = torch.full((1,), 4.0, device=device)
+    used = row_count(9, device)
+    plain = weight.clone().requires_grad_()
+    expected = linear_cross_entropy_gradients(x, plain, target, gradient, 0.1, IGNORE, used, True)
+    assert plain.grad is None
+    parameter = torch.nn.Parameter(weight)
+    flat = FlatParameters([parameter, torch.nn.Parameter(weight[0].clone())])
+    flat.direct_grads = True
+    slot = flat.buffers[0].slot(parameter)
+    slot.tensor.fill_(float("nan"))  # what is left of an earlier step must not matter
+    for times in (1, 2):
+        outputs, dx, dweight = linear_cross_entropy_gradients(
+            x, parameter, target, gradient, 0.1, IGNORE, used, count_correct=True
+        )
+        assert dweight is None
+        assert torch.equal(dx, expected[1])
+        assert not dx[9:].any()
+        assert all(torch.equal(here, there) for here, there in zip(outputs, expected[0], strict=True))
+        assert parameter.grad is slot.tensor
+        close = 8 * torch.finfo(dtype).eps * float(expected[2].abs().max())
+        torch.testing.assert_close(slot.tensor, expected[2] * times, rtol=0, atol=close)
+    empty = linear_cross_entropy_gradients(x[:0], plain, target[:0], gradient)
+    assert not empty[2].any()
+    parameter.grad = None
+    linear_cross_entropy_gradients(x[:0], parameter, target[:0], gradient)
+    assert not parameter.grad.any()
+    frozen = linear_cross_entropy_gradients(x, weight.detach(), target, gradient)
+    assert frozen[2] is None
+
+
+@on_every_type
+def test_a_gradient_that_does_not_fit_is_infinite(device: str, dtype: torch.dtype) -> None:
+    """So that mixed precision sees an overflow."""
+    x, weight, target = random_inputs((13, 24, 37), device, dtype)
+    gradient = torch.full((1,), 1e5, device=device)
+    _, dx, dweight = linear_cross_entropy_gradients(x, weight.requires_grad_(), target, gradient)
+    assert bool(dweight.isfinite().all()) == (dtype != torch.float16)
+    assert bool(dx.isfinite().all()) == (dtype != torch.float16)
+
+
 def test_holds_at_most_a_quarter_of_the_logits() -> None:
     for rows in range(1, 200):
         step = chunk_rows(rows)
@@ -152,3 +235,5 @@ def test_errors() -> None:
         linear_cross_entropy(x, weight.half(), target)
     with pytest.raises(IndexError, match="argument target holds 9"):
         linear_cross_entropy(x, weight, torch.tensor([1, 9]))
+    with pytest.raises(ValueError, match=r"_gradients: argument gradient has shape \(2,\); it needs \(1,\)"):
+        linear_cross_entropy_gradients(x, weight, target, torch.ones(2))

@@ -74,6 +74,7 @@ def operators():
         "layer_norm": {"x": x, **norm},
         "layer_norm_residual": {"x": x, **norm},
         "linear_cross_entropy": {"x": x, "weight": torch.randn(WORDS, SIZE), **labels},
+        "linear_cross_entropy_gradients": {"x": x, "weight": torch.randn(WORDS, SIZE), "gradient": one, **labels},
         "loss_scale_update": {
             "scale": one,
             "counters": torch.zeros(4, dtype=torch.int64),

@@ -240,6 +240,31 @@ def test_loss_times_zero_and_evaluation(plugin):
         assert not log["loss"].requires_grad
 
 
+@pytest.mark.parametrize("frozen", [None, "embedding", "project"])
+@pytest.mark.parametrize("kind, options", CONFIGURATIONS)
+def test_packed_backward_is_the_backward_of_the_loss(plugin, kind, options, frozen):
+    """Twice: the second one's gradients are added. With a part frozen the other one gets the same gradients."""
+    _, ours = build(plugin, kind, **options)
+    sample, (_, model), (_, stepped) = batch(), models(PackedModel), models(PackedModel)
+    loss, _, log = ours(model, sample)
+    (loss * 4).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for name, parameter in stepped.named_parameters():
+        parameter.requires_grad_(frozen is None or frozen not in name)
+    for times in (1, 2):
+        features, packing, weight = stepped(**sample["net_input"], packed_features=True)
+        target = sample["target"].clone()
+        target[:, : ours.loss_options.prefix] = PAD
+        sums = ours.packed_backward(features, weight, packing.pack(target), torch.tensor([4.0]), packing.rows)
+        assert list(sums)[0] == "loss"
+        assert_same(sums.values(), [log[name] for name in sums])
+        for name, parameter in stepped.named_parameters():
+            if parameter.requires_grad:
+                assert_same([parameter.grad], [expected[name] * times])
+            else:
+                assert parameter.grad is None
+
+
 def test_class_names_are_fairseqs_after_the_prefix(plugin):
     """Resuming from and to fairseq's criteria matches class names this way."""
     for theirs, name in PAIRS.values():
