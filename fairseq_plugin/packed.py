@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ls_train.graph import Shape, level
-from ls_train.packing import Packing
+from ls_train.packing import Packing, TokenOrder
 
 INPUTS = {"src_tokens", "src_lengths", "prev_output_tokens"}
 """Keys of ``net_input`` that the fused models know."""
@@ -56,6 +56,8 @@ class PackedBatch:
         seed: int64 (1,), see :class:`Plan`.
         inverse: float32 (1,).
         weight: float32 (1,).
+        order: of ``tokens``.
+        source_order: of ``source_tokens``.
         is_padded: whether rows are unused: only ``packing.rows`` of them and ``source.rows`` are tokens.
     """
 
@@ -67,6 +69,8 @@ class PackedBatch:
     seed: Tensor
     inverse: Tensor
     weight: Tensor
+    order: TokenOrder
+    source_order: TokenOrder | None
     is_padded: bool
 
 
@@ -115,20 +119,33 @@ class _Layout:
 
     def parts(self, padding_idx: int, rows: int | None, sequences: int | None) -> list[_Part]:
         """Return what the device needs to know; with ``rows`` and ``sequences`` rounded up to those."""
-        if rows is None:
-            return [_Part(self.ends), _Part(self.tokens), _Part(self.positions), _Part(self.indices)]
-        # Without indices the padded batch cannot be made again; nobody does for a training batch with unused rows.
+        tokens, indices = self.tokens, self.indices
+        if rows is not None:
+            tokens = np.full(rows, padding_idx)
+            tokens[: len(self.tokens)] = self.tokens
+            # Without them the padded batch cannot be made again; nobody does for a training batch with unused rows.
+            indices = indices[:0]
+        order = _order(tokens)
         return [
-            _Part(self.ends, sequences + 1, self.ends[-1]),
-            _Part(self.tokens, rows, padding_idx),
+            _Part(self.ends, None if sequences is None else sequences + 1, self.ends[-1]),
             _Part(self.positions, rows),
-            _Part(self.indices[:0]),
+            _Part(indices),
+            _Part(tokens),
+            _Part(tokens[order]),
+            _Part(order),
         ]
 
     def packing(self, ends: Tensor, positions: Tensor, indices: Tensor, max_length: int) -> Packing:
         """Return the packing with its tensors on the device."""
         full = len(indices) in (0, len(self._flat))
         return Packing(ends, max_length, positions, None if full else indices, *self.shape)
+
+
+def _order(tokens: np.ndarray) -> np.ndarray:
+    """Return the indices that sort ``tokens``, equal ones as they come."""
+    # numpy sorts numbers of 16 bits by radix, many times as fast.
+    is_narrow = tokens.min(initial=0) >= 0 and tokens.max(initial=0) < 1 << 16
+    return np.argsort(tokens.astype(np.uint16) if is_narrow else tokens, kind="stable")
 
 
 def pack_batch(
@@ -224,8 +241,8 @@ def packed_features(model: torch.nn.Module, batch: PackedBatch, seed: Tensor | N
     """
     memory = None
     if batch.source is not None and not model.decoder.no_encoder_attn:
-        memory = model.encoder.forward_packed(batch.source_tokens, batch.source, seed)
-    return model.decoder.forward_packed(batch.tokens, batch.packing, memory, batch.source, seed)
+        memory = model.encoder.forward_packed(batch.source_tokens, batch.source, seed, order=batch.source_order)
+    return model.decoder.forward_packed(batch.tokens, batch.packing, memory, batch.source, seed, order=batch.order)
 
 
 def _layouts(sample: Mapping[str, Any], padding_idx: int, prefix: int) -> tuple[list[_Layout], np.ndarray, int]:
@@ -266,11 +283,15 @@ def _head(plan: Plan) -> list[_Part]:
 def _batch(sides: list[_Layout], parts: list[Tensor], lengths: Sequence[int], is_padded: bool) -> PackedBatch:
     seed, factors, target = parts[:3]
     packed = [
-        (tokens, side.packing(ends, positions, indices, length))
-        for side, length, (ends, tokens, positions, indices) in zip(sides, lengths, (parts[3:7], parts[7:11]))
+        (tokens, side.packing(ends, positions, indices, length), TokenOrder(*order))
+        for side, length, (ends, positions, indices, tokens, *order) in zip(sides, lengths, (parts[3:9], parts[9:15]))
     ]
-    (tokens, packing), (source_tokens, source) = packed if len(packed) == 2 else (*packed, (None, None))
-    return PackedBatch(tokens, packing, target, source_tokens, source, seed, factors[:1], factors[1:], is_padded)
+    (tokens, packing, order), *others = packed
+    source_tokens, source, source_order = others[0] if others else (None, None, None)
+    inverse, weight = factors[:1], factors[1:]
+    return PackedBatch(
+        tokens, packing, target, source_tokens, source, seed, inverse, weight, order, source_order, is_padded
+    )
 
 
 def _host(padded: Tensor) -> np.ndarray:

@@ -7,9 +7,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class TokenOrder(NamedTuple):
+    """Tokens in ascending order, equal ones as they come: what ``tokens.sort(stable=True)`` returns.
+
+    The gradient of an embedding sums the rows of equal tokens. Whoever has the tokens on the host sorts them there,
+    which spares the device two sorts a step.
+
+    Attributes:
+        sorted_ids: int64 (N,), the tokens.
+        rows: int64 (N,), the row of each.
+    """
+
+    sorted_ids: Tensor
+    rows: Tensor
+
+    def check(self, tokens: Tensor) -> None:
+        """Raise a ValueError where this cannot be the order of ``tokens`` int64 (N,); values are not looked at."""
+        for name, tensor in zip(self._fields, self, strict=True):
+            if tensor.shape != tokens.shape or tensor.dtype != torch.int64 or tensor.device != tokens.device:
+                raise ValueError(
+                    f"order.{name} must be int64 of shape {tuple(tokens.shape)} on {tokens.device}, got {tensor.dtype} "
+                    f"of shape {tuple(tensor.shape)} on {tensor.device}; pass TokenOrder(*tokens.sort(stable=True))"
+                )
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from ls_train.layers.config import EmbeddingConfig, from_preset
 from ls_train.layers.gradients import GradientWriter
 from ls_train.layers.norm import layer_norm
 from ls_train.ops.dropout import dropout
-from ls_train.packing import Packing
+from ls_train.packing import Packing, TokenOrder
 
 ops = torch.ops.ls_train
 
@@ -32,6 +32,7 @@ class EmbeddingFunction(torch.autograd.Function):
         ctx: FunctionCtx,
         tokens: Tensor,
         positions: Tensor,
+        order: TokenOrder | None,
         rows: Tensor,
         seed: Tensor | None,
         scale: float,
@@ -41,11 +42,11 @@ class EmbeddingFunction(torch.autograd.Function):
         weight: Tensor,
         position_weight: Tensor | None,
     ) -> Tensor:
-        """Return (N, C) for ``tokens`` and ``positions`` (N,)."""
+        """Return (N, C) for ``tokens`` and ``positions`` (N,); ``order``: of the tokens, None to sort them."""
         y = weight.new_empty(tokens.shape[0], weight.shape[1])
         ops.embedding_fwd(y, tokens, positions, weight, position_weight, seed, rows, scale, p, offset)
         tables = (weight,) if position_weight is None else (weight, position_weight)
-        ctx.constants = (rows, seed, scale, p, offset, padding_idx)
+        ctx.constants = (order, rows, seed, scale, p, offset, padding_idx)
         ctx.leaves = [table if table.is_leaf else None for table in tables]
         ctx.save_for_backward(tokens, positions, *tables)
         return y
@@ -55,16 +56,17 @@ class EmbeddingFunction(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of both tables."""
         tokens, positions, *tables = ctx.saved_tensors
-        rows, seed, scale, p, offset, padding_idx = ctx.constants
+        order, rows, seed, scale, p, offset, padding_idx = ctx.constants
         dy = dy.contiguous()
-        writer = GradientWriter({"token": 0, "position": 1}, tables, ctx.leaves, ctx.needs_input_grad[8:])
-        for name, ids, factor in (("token", tokens, scale), ("position", positions, 1.0))[: len(tables)]:
+        writer = GradientWriter({"token": 0, "position": 1}, tables, ctx.leaves, ctx.needs_input_grad[9:])
+        sides = (("token", tokens, order, scale), ("position", positions, None, 1.0))
+        for name, ids, known, factor in sides[: len(tables)]:
             (dweight,), add = writer.open((name,))
             if dweight is not None:
-                sorted_ids, order = ids.sort(stable=True)
-                ops.embedding_bwd(dweight, dy, order, sorted_ids, seed, rows, factor, p, offset, padding_idx, add)
+                sorted_ids, at = ids.sort(stable=True) if known is None else known
+                ops.embedding_bwd(dweight, dy, at, sorted_ids, seed, rows, factor, p, offset, padding_idx, add)
         gradients = writer.finish()
-        return *(None,) * 8, *gradients, *(None,) * (2 - len(gradients))
+        return *(None,) * 9, *gradients, *(None,) * (2 - len(gradients))
 
 
 class SinusoidalPositionalEmbedding(nn.Module):
@@ -168,6 +170,7 @@ def embed(
     p: float,
     seed: Tensor | None,
     rng_offset: int,
+    order: TokenOrder | None = None,
 ) -> Tensor:
     """Return dropout(norm(scale * embed_tokens[tokens] + embed_positions[positions])), (N, C).
 
@@ -181,11 +184,12 @@ def embed(
         p: dropout probability.
         seed: int64 (1,) on the device, needed when p > 0.
         rng_offset: constant of the dropout site.
+        order: of ``tokens``, None to sort them in the backward.
 
     Raises:
         IndexError: on the CPU, a token id is out of range. On a GPU its row becomes NaN instead.
-        ValueError: a sequence is longer than the learned positions, or ``tokens`` do not fit ``packing`` or lie on
-            another device than the table.
+        ValueError: a sequence is longer than the learned positions, or ``tokens`` do not fit ``packing`` or ``order``
+            or lie on another device than the table.
     """
     if tokens.shape != packing.positions.shape or tokens.dtype != torch.int64:
         raise ValueError(
@@ -197,10 +201,15 @@ def embed(
         raise ValueError(
             f"tokens are on {tokens.device} but the embedding is on {weight.device}; move one of them with .to(device)"
         )
+    if order is not None:
+        order.check(tokens)
     positions, table = packing.positions, None
     if embed_positions is not None:
-        table = embed_positions.table(packing.max_length)
-        positions = positions + (padding_idx + 1)
+        table, first = embed_positions.table(packing.max_length), padding_idx + 1
+        if table.requires_grad:
+            positions = positions + first  # the gradient is that of the whole table
+        else:
+            table = table[first:]
     if table is None:
         (weight,) = modules.autocast_inputs((weight,))
     else:
@@ -211,6 +220,7 @@ def embed(
         EmbeddingFunction,
         tokens.contiguous(),
         positions,
+        order,
         rows,
         seed if inner else None,
         scale,
@@ -287,9 +297,14 @@ class LSTransformerEmbeddingLayer(nn.Module):
 
     @modules.check_kinds
     def forward_packed(
-        self, tokens: Tensor, packing: Packing, seed: Tensor | None = None, rng_offset: int = 0
+        self,
+        tokens: Tensor,
+        packing: Packing,
+        seed: Tensor | None = None,
+        rng_offset: int = 0,
+        order: TokenOrder | None = None,
     ) -> Tensor:
-        """Return embeddings (N, C) of packed ``tokens`` int64 (N,)."""
+        """Return embeddings (N, C) of packed ``tokens`` int64 (N,); ``order`` saves the backward a sort."""
         p = self.dropout if self.training else 0.0
         return embed(
             tokens,
@@ -301,6 +316,7 @@ class LSTransformerEmbeddingLayer(nn.Module):
             p,
             modules.dropout_seed(seed, (p,), tokens),
             rng_offset,
+            order,
         )
 
     def extra_repr(self) -> str:

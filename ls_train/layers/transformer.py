@@ -20,7 +20,7 @@ from ls_train.layers.embedding import embed, position_embedding, token_embedding
 from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
 from ls_train.layers.incremental import DecodingState, decode_layers
 from ls_train.layers.norm import layer_norm
-from ls_train.packing import Packing
+from ls_train.packing import Packing, TokenOrder
 
 DECODER_OFFSET = 1 << 16
 """First dropout constant of a decoder; an encoder starts at 0. Eight belong to the embedding, then eight to a layer."""
@@ -80,7 +80,7 @@ class _Stack(nn.Module):
         packing = Packing.from_padding_mask(tokens.eq(self.padding_idx), *tokens.shape, tokens.device)
         return packing.pack(tokens), packing
 
-    def _embed(self, tokens: Tensor, packing: Packing, seed: Tensor | None) -> Tensor:
+    def _embed(self, tokens: Tensor, packing: Packing, seed: Tensor | None, order: TokenOrder | None) -> Tensor:
         return embed(
             tokens,
             packing,
@@ -91,6 +91,7 @@ class _Stack(nn.Module):
             self.dropout if self.training else 0.0,
             seed,
             self.rng_offset,
+            order,
         )
 
     def _seed(self, seed: Tensor | None, tokens: Tensor) -> Tensor | None:
@@ -151,7 +152,12 @@ class LSTransformerEncoder(_Stack):
 
     @modules.check_kinds
     def forward_packed(
-        self, tokens: Tensor, packing: Packing, seed: Tensor | None = None, states: list[Tensor] | None = None
+        self,
+        tokens: Tensor,
+        packing: Packing,
+        seed: Tensor | None = None,
+        states: list[Tensor] | None = None,
+        order: TokenOrder | None = None,
     ) -> Tensor:
         """Return the encoder's output (N, C).
 
@@ -160,9 +166,10 @@ class LSTransformerEncoder(_Stack):
             packing: where the sequences lie.
             seed: int64 (1,) on the device, of all dropout masks; None draws one from torch's generator.
             states: a list that the embeddings and each layer's output, (N, C), are appended to.
+            order: of ``tokens``; None: the backward sorts them.
         """
         seed = self._seed(seed, tokens)
-        x = self._embed(tokens, packing, seed)
+        x = self._embed(tokens, packing, seed, order)
         if states is not None:
             states.append(x)
         for i, layer in self._kept(self.layerdrop):
@@ -238,6 +245,7 @@ class LSTransformerDecoder(_Stack):
         memory_packing: Packing | None = None,
         seed: Tensor | None = None,
         states: list[Tensor] | None = None,
+        order: TokenOrder | None = None,
     ) -> Tensor:
         """Return features (N, C), the input of the output projection.
 
@@ -248,9 +256,10 @@ class LSTransformerDecoder(_Stack):
             memory_packing: where the source sequences lie.
             seed: int64 (1,) on the device, of all dropout masks; None draws one from torch's generator.
             states: a list that the embeddings and each layer's output, (N, C), are appended to.
+            order: of ``tokens``; None: the backward sorts them.
         """
         seed = self._seed(seed, tokens)
-        x = self._embed(tokens, packing, seed)
+        x = self._embed(tokens, packing, seed, order)
         if states is not None:
             states.append(x)
         kept = list(self._kept(self.layerdrop))

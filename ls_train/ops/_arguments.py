@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ls_train import rng
-from ls_train.packing import Packing
+from ls_train.packing import Packing, TokenOrder
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -33,6 +33,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 _KINDS: dict[Any, tuple[type, str]] = {
     Tensor: (Tensor, "a torch.Tensor"),
     Packing: (Packing, "a Packing"),
+    TokenOrder: (TokenOrder, "a TokenOrder"),
     float: (numbers.Real, "a number"),
     int: (numbers.Integral, "an integer"),
     str: (str, "a string"),

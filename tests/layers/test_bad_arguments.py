@@ -9,7 +9,7 @@ import torch
 import ls_train
 from ls_train import ops
 from ls_train.layers.cross_kv import cross_kv
-from ls_train.packing import Packing
+from ls_train.packing import Packing, TokenOrder
 
 ROWS, SIZE, WORDS, HEADS = 6, 8, 11, 2
 
@@ -110,6 +110,7 @@ def layers():
     encoder, decoder = ls_train.LSTransformerEncoder(config), ls_train.LSTransformerDecoder(config)
     kv, rows = cross_kv(packed, packing, [decoder_layer]), {"packing": packing, "seed": seed}
     memory = {"memory": packed, "memory_packing": packing}
+    ordered = {"tokens": tokens.view(-1), **rows, "order": TokenOrder(*tokens.view(-1).sort(stable=True))}
     return {
         "LSCrossEntropyLayer": (
             ls_train.LSCrossEntropyLayer().forward,
@@ -120,7 +121,7 @@ def layers():
             decoder.forward,
             {"tokens": tokens, "memory": x, "memory_padding_mask": mask, "seed": seed},
         ),
-        "LSTransformerDecoder packed": (decoder.forward_packed, {"tokens": tokens.view(-1), **rows, **memory}),
+        "LSTransformerDecoder packed": (decoder.forward_packed, {**ordered, **memory}),
         "LSTransformerDecoder start": (decoder.start, {"batch": 2, "memory": packed, "memory_packing": packing}),
         "LSTransformerDecoderLayer": (
             decoder_layer.forward,
@@ -131,9 +132,9 @@ def layers():
             {"x": packed, "kv": kv, "memory": packing, **rows},
         ),
         "LSTransformerEmbeddingLayer": (embedding.forward, {"tokens": tokens, "seed": seed}),
-        "LSTransformerEmbeddingLayer packed": (embedding.forward_packed, {"tokens": tokens.view(-1), **rows}),
+        "LSTransformerEmbeddingLayer packed": (embedding.forward_packed, ordered),
         "LSTransformerEncoder": (encoder.forward, {"tokens": tokens, "seed": seed}),
-        "LSTransformerEncoder packed": (encoder.forward_packed, {"tokens": tokens.view(-1), **rows}),
+        "LSTransformerEncoder packed": (encoder.forward_packed, ordered),
         "LSTransformerEncoderLayer": (encoder_layer.forward, {"x": x, "padding_mask": mask, "seed": seed}),
         "LSTransformerEncoderLayer packed": (encoder_layer.forward_packed, {"x": packed, **rows}),
     }
@@ -144,7 +145,7 @@ SPOILED = [
     (name, argument)
     for name, (_, kwargs) in CALLS.items()
     for argument, value in kwargs.items()
-    if isinstance(value, (torch.Tensor, Packing))
+    if isinstance(value, (torch.Tensor, Packing, TokenOrder))
 ]
 
 
@@ -185,12 +186,16 @@ def test_a_tensor_that_does_not_fit(name, argument):
     value = kwargs[argument]
     if isinstance(value, Packing):
         spoiled = [Packing.from_lengths(torch.tensor([3, 2]), 3, value.cu_seqlens.device)]
+    elif isinstance(value, TokenOrder):
+        ids, at = value
+        spoiled = [TokenOrder(ids[1:], at), TokenOrder(ids, at.int()), TokenOrder(ids, at.to("meta"))]
     else:
         spoiled = [value.to("meta"), value.unsqueeze(0), value.to(torch.complex64)]
     for other in spoiled:
         with pytest.raises((TypeError, ValueError)) as caught:
             function(**{**kwargs, argument: other})
-        parts = ("shape", "batch") if isinstance(other, Packing) else ("shape", "batch", "meta", str(other.dtype))
+        is_tensor = isinstance(other, torch.Tensor)
+        parts = ("shape", "batch", "meta", str(other.dtype)) if is_tensor else ("shape", "batch")
         assert any(part in str(caught.value) for part in parts), caught.value
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from ls_train import rng
 from ls_train.layers.embedding import LSTransformerEmbeddingLayer, SinusoidalPositionalEmbedding
+from ls_train.packing import Packing, TokenOrder
 from ls_train.testing import devices
 
 PAD = 1
@@ -70,6 +71,22 @@ def test_gradient_twice_the_same_bits(device):
     first, second = (torch.autograd.grad((layer(tokens) * direction).sum(), list(layer.parameters())) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_given_order_spares_the_sort(learned, device, monkeypatch):
+    """The same bits, without a sort of the tokens; positions of a learned table are sorted still."""
+    layer = build(device, learned_positions=learned, dropout=0.3)
+    packing = Packing.from_padding_mask(TOKENS.eq(PAD), *TOKENS.shape, torch.device(device))
+    tokens, seed = packing.pack(TOKENS.to(device)), torch.tensor([6], device=device)
+    expected = torch.autograd.grad(layer.forward_packed(tokens, packing, seed).sum(), list(layer.parameters()))
+    order, sort, sorts = TokenOrder(*tokens.sort(stable=True)), torch.Tensor.sort, []
+    monkeypatch.setattr(torch.Tensor, "sort", lambda ids, **options: sorts.append(ids) or sort(ids, **options))
+    y = layer.forward_packed(tokens, packing, seed, order=order)
+    for gradient, wanted in zip(torch.autograd.grad(y.sum(), list(layer.parameters())), expected, strict=True):
+        assert torch.equal(gradient, wanted)
+    assert len(sorts) == learned
 
 
 def test_sinusoidal_table_is_not_saved_and_grows():

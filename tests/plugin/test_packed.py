@@ -45,7 +45,22 @@ def test_equals_packing_on_the_device(targets):
             assert getattr(packing, name).dtype == getattr(expected, name).dtype
         assert (packing.max_length, packing.batch, packing.length) == (expected.max_length, 3, padded.shape[1])
         assert torch.equal(packing.unpack(tokens), torch.where(padded == PAD, 0, padded))
+    for tokens, order in ((packed.tokens, packed.order), (packed.source_tokens, packed.source_order)):
+        assert all(map(torch.equal, order, tokens.sort(stable=True)))
     assert counted == sum(targets)
+
+
+@pytest.mark.parametrize("word", [60, 65535, 65536, 1 << 40])
+def test_tokens_are_sorted_on_the_host(word):
+    """Equal to the device's stable sort, whether or not ids fit into 16 bits; the sort of the backward is not run."""
+    batch = sample([30, 9, 2], [4, 70, 1])
+    for padded in (batch["net_input"]["src_tokens"], batch["net_input"]["prev_output_tokens"]):
+        padded[padded == 7] = word
+        padded[0, -1] = word
+    packed, _ = pack_batch(batch, PAD, torch.device("cpu"))
+    assert packed.tokens.max() == packed.source_tokens.max() == word
+    for tokens, order in ((packed.tokens, packed.order), (packed.source_tokens, packed.source_order)):
+        assert all(map(torch.equal, order, tokens.sort(stable=True)))
 
 
 def test_prefix_does_not_count():
@@ -60,6 +75,8 @@ def test_language_model_has_no_source():
     batch["net_input"] = {"src_tokens": batch["target"], "src_lengths": torch.tensor([4])}
     packed, _ = pack_batch(batch, PAD, torch.device("cpu"))
     assert packed.source is None
+    assert packed.source_order is None
+    assert packed.order.sorted_ids.tolist() == packed.tokens.sort().values.tolist()
     assert torch.equal(packed.tokens, batch["target"][0])
 
 
@@ -151,6 +168,8 @@ def test_unused_rows_change_nothing(model):
         assert shape == (64, 64, 32, 64)
         assert counted == sum(targets)
         assert padded.is_padded
+        for tokens, order in ((padded.tokens, padded.order), (padded.source_tokens, padded.source_order)):
+            assert all(map(torch.equal, order, tokens.sort(stable=True)))
         assert padded.packing.cu_seqlens.tolist()[3:] == [sum(targets)] * 62
         found, expected = gradients(model, padded), gradients(model, pack_batch(batch, PAD, torch.device("cpu"))[0])
         torch.testing.assert_close(found[0].loss, expected[0].loss)
