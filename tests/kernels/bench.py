@@ -28,16 +28,18 @@ from torch._functorch import config as functorch_config
 from benchmarks import records
 from tests.kernels import bench_problems as problems
 from tests.kernels.bench_problems import Buffers, Problem
+from tests.kernels.bench_projection import output_projection
 
 COLD_BYTES = 256 << 20  # several times the cache of any card
 MAX_SETS = 256
 
 Call = Callable[[], Any]
 
-# Operator: (builder, sizes of --quick, further sizes). Sizes are rows and columns, or elements and nothing.
+# Operator: (builder, sizes of --quick, further sizes). Sizes are rows and columns, or elements and nothing; of the
+# output projection rows, columns and classes.
 _ROWS = ((512, 1024), (4096, 1024), (32768, 1024))
 _MORE_ROWS = ((15000, 1024), (65536, 512), (131072, 256), (16384, 2048), (8192, 4096), (32768, 1023))
-OPERATORS: dict[str, tuple[Callable[[Buffers, int, int], Problem], Sequence, Sequence]] = {
+OPERATORS: dict[str, tuple[Callable[..., Problem], Sequence, Sequence]] = {
     "layer_norm": (problems.layer_norm, _ROWS, _MORE_ROWS),
     "bias_dropout_add": (problems.bias_dropout_add, _ROWS[2:], (*_ROWS[:2], *_MORE_ROWS)),
     "bias_dropout_add_layer_norm": (problems.bias_dropout_add_layer_norm, _ROWS, _MORE_ROWS),
@@ -55,6 +57,11 @@ OPERATORS: dict[str, tuple[Callable[[Buffers, int, int], Problem], Sequence, Seq
     ),
     "embedding": (problems.embedding, ((15000, 1024),), ((4096, 1024), (15000, 512), (15000, 1001))),
     "cross_entropy": (problems.cross_entropy, ((15000, 40000),), ((4096, 40000), (4096, 32768), (4096, 40001))),
+    "linear_cross_entropy": (
+        output_projection,
+        ((4096, 1024, 40000), (15000, 1024, 40000)),
+        ((512, 1024, 40000), (4096, 512, 32768)),
+    ),
     "attention": (
         problems.attention,
         ((15000, 30), (8192, 128), (16384, 256), (16384, 512)),
@@ -63,7 +70,13 @@ OPERATORS: dict[str, tuple[Callable[[Buffers, int, int], Problem], Sequence, Seq
     "grad_norm": (problems.grad_norm, ((217_000_000, 0),), ((1_000_000, 0), (20_000_000, 0))),
     "adam": (problems.adam, ((217_000_000, 0),), ((1_000_000, 0), (20_000_000, 0))),
 }
-_TOY = {"attention": (24, 8), "grad_norm": (1000, 0), "adam": (1000, 0), "softmax_dropout": (256, 8)}
+_TOY = {
+    "attention": (24, 8),
+    "grad_norm": (1000, 0),
+    "adam": (1000, 0),
+    "softmax_dropout": (256, 8),
+    "linear_cross_entropy": (16, 8, 64),
+}
 # Liger's forward of the loss makes the gradient too, and its backward does next to nothing.
 _PEER_PARTS = {("cross_entropy", "liger"): ("step",)}
 # Peers that read from the device. A capture that fails leaves torch's generator unusable, so none is tried.
@@ -160,7 +173,7 @@ def _peer_time(timer: Timer, build: Callable[[], Sequence[Call]], name: str, cap
     return None
 
 
-def measure(op: str, dtype: torch.dtype, size: tuple[int, int], timer: Timer, compile_peers: bool) -> list[dict]:
+def measure(op: str, dtype: torch.dtype, size: tuple[int, ...], timer: Timer, compile_peers: bool) -> list[dict]:
     """Return one record for each part of operator ``op`` at one type and size."""
     builder = OPERATORS[op][0]
     buffers = Buffers(dtype, timer.device)
@@ -188,6 +201,9 @@ def measure(op: str, dtype: torch.dtype, size: tuple[int, int], timer: Timer, co
                 )
             if spent is not None:
                 peers[name], ratios[name] = spent, spent / ours
+        for name in first.calls.get(part, ()):
+            spent = timer.microseconds(lambda part=part, name=name: [problem.calls[part][name] for problem in sets])
+            peers[name], ratios[name] = spent, spent / ours
         found.append(
             {
                 "bench": "kernels",

@@ -33,9 +33,11 @@ class Problem:
     Attributes:
         inputs: arguments of ``formula``, the first ``differentiable`` of them with gradients.
         formula: the forward in plain PyTorch.
-        ours: name of the timed part (``fwd``, ``bwd``, ``sort_bwd``, ``step``) to the call of our operator.
+        ours: name of the timed part (``fwd``, ``bwd``, ``sort_bwd``, ``step``, ``autograd_step``) to the call of our
+            operator.
         moved: name of the part to the bytes it must move.
         peers: other libraries' form of the forward.
+        calls: name of the part to further peers of it, by name, that are called as they are.
     """
 
     inputs: tuple[Tensor, ...]
@@ -44,6 +46,7 @@ class Problem:
     ours: dict[str, Callable[[], None]]
     moved: dict[str, int]
     peers: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
+    calls: dict[str, dict[str, Callable[[], object]]] = field(default_factory=dict)
 
 
 class Buffers:
@@ -235,6 +238,14 @@ def embedding(b: Buffers, rows: int, columns: int, vocabulary: int = 40000) -> P
             "sort_bwd": sort_and_backward,  # PyTorch's backward sorts too
         },
         {"fwd": 2 * rows * columns * b.size, "bwd": moved, "sort_bwd": moved},
+        calls={
+            # By itself, without the dropout and the scale that ours and the formula have.
+            "sort_bwd": {
+                "torch_embedding_backward": lambda: torch.ops.aten.embedding_dense_backward(
+                    dy, tokens, vocabulary, -1, False
+                )
+            }
+        },
     )
 
 
