@@ -20,6 +20,10 @@ from pathlib import Path
 import torch
 
 import ls_train.ops
+from ls_train.layers.cross_kv import cross_kv
+from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
+from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
+from ls_train.packing import Packing
 from tests.kernels import bench_problems as problems
 from tests.kernels.leaf_contract import operator, shifted_call
 
@@ -41,6 +45,8 @@ SIZES: dict[str, Sequence[tuple[int, int]]] = {
 }
 _LENGTHS = {"short": ((3, 30, 1, 17), (5, 30, 8, 1)), "long": ((300, 33), (300, 140))}
 _HEAD_SIZES = (5, 32, 40, 64, 128, 256)
+_LAYER = "layer"
+"""Case of whole layers, whose forward and backward are one compiled operator each and cut their own scratch."""
 
 Case = tuple[str, Callable[[], object]]
 
@@ -59,6 +65,8 @@ def cases(stem: str, device: str, dtype: torch.dtype) -> Iterator[Case]:
             yield f"{stem} {part} {size[0]} x {size[1]}", call
     if stem == "attention":
         yield from _attention(device, dtype)
+    if stem == _LAYER:
+        yield from _layers(device, dtype)
     if stem == "linear_cross_entropy":
         x, weight = torch.randn(37, 16).to(device, dtype), torch.randn(129, 16).to(device, dtype)
         target = torch.randint(129, (37,)).to(device)
@@ -82,6 +90,40 @@ def _attention(device: str, dtype: torch.dtype) -> Iterator[Case]:
                 yield f"attention {kind} {'causal' if causal else 'cross'} heads of {width}", call
 
 
+def _layers(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield a forward and backward of an encoder and a decoder layer, with rows that are not used."""
+    target, source = (_partly_used(lengths, 7, device) for lengths in _LENGTHS["short"])
+    seed = torch.tensor([3]).to(device)
+    for pre_norm in (False, True):
+        for activation in ("relu", "gelu"):
+            settings = {"embed_dim": 48, "num_heads": 2, "ffn_dim": 72, "activation": activation}
+            encoder, decoder = (
+                kind(**settings, normalize_before=pre_norm).to(device, dtype)
+                for kind in (LSTransformerEncoderLayer, LSTransformerDecoderLayer)
+            )
+            x, memory = (
+                torch.randn(len(side.positions), 48).to(device, dtype).requires_grad_() for side in (target, source)
+            )
+
+            def encode(layer=encoder, memory=memory) -> None:
+                layer.forward_packed(memory, source, seed).sum().backward()
+
+            def decode(layer=decoder, x=x, memory=memory) -> None:
+                kv = cross_kv(memory, source, [layer])
+                layer.forward_packed(x, target, kv, source, 0, seed)[0].sum().backward()
+
+            where = f"{'pre' if pre_norm else 'post'}-norm {activation}"
+            yield f"encoder layer {where}", encode
+            yield f"decoder layer {where}", decode
+
+
+def _partly_used(lengths: Sequence[int], unused: int, device: str) -> Packing:
+    """Return the packing of sequences with so many ``lengths`` and ``unused`` further rows."""
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+    positions = torch.zeros(sum(lengths) + unused, dtype=torch.int64).to(device)
+    return Packing(ends, max(lengths), positions, None, len(lengths), max(lengths))
+
+
 def _backward(function: Callable[..., object], *inputs: torch.Tensor, **settings: object) -> None:
     leaves = [x.clone().requires_grad_() for x in inputs]
     result = function(*leaves, **settings)
@@ -90,8 +132,8 @@ def _backward(function: Callable[..., object], *inputs: torch.Tensor, **settings
 
 
 def all_stems() -> list[str]:
-    """Return the operators' modules and the further problems of ``SIZES``."""
-    return [*STEMS, *sorted(SIZES.keys() - set(STEMS))]
+    """Return the operators' modules, the further problems of ``SIZES`` and the case of whole layers."""
+    return [*STEMS, *sorted(SIZES.keys() - set(STEMS)), _LAYER]
 
 
 def run(stems: Sequence[str], device: str, dtypes: Sequence[torch.dtype]) -> int:
