@@ -7,7 +7,9 @@ Batches have at most 3072 tokens a side, so that all fit into nine minutes of on
 validated ten times.
 
 Each run has a folder below ``--work``; a run that has its result there is not made again. Near the time limit what is
-still running is ended, and the records hold what there is. ``--plot`` draws the curves of an existing record file.
+still running is ended, and the records hold what there is. With ``--append`` the complete runs of an existing record
+file stay, are not made again, and count in the summary: further seeds with ``--first-seed 4 --append``, a further
+implementation with ``--implementation NAME --append``. ``--plot`` draws the curves of an existing record file.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from typing import Any
 import torch
 
 from benchmarks.curves_data import REFERENCE, example, prepare
-from benchmarks.curves_summary import PEER, plot, run_records, summary
+from benchmarks.curves_summary import EAGER, GRAPH, PEER, plot, run_records, summary
 from benchmarks.fairseq_process import graph_flag, is_ours
 from benchmarks.records import RESULTS, compile_kernels, write_records
+from ls_train.build import source_hash
 
 _ARCHS = {"transformer_base_6e6d": "transformer_wmt_en_de", "transformer_toy": "transformer_tiny"}
-IMPLEMENTATIONS = (PEER, "ls_train", "ls_train_graph")
+IMPLEMENTATIONS = (PEER, EAGER, GRAPH)
 """The slowest first, so that it does not run alone at the end."""
 _WRITING_SECONDS = 10
 _TRAIN = "import sys; from benchmarks.fairseq_process import train; train(sys.argv[1], sys.argv[2:])"
@@ -165,10 +168,34 @@ def _first_gpu() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
-def collected(runs: Sequence[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the records of what the folders of ``runs`` hold, and their summary."""
-    common = {"arch": options.arch, "max_tokens": options.max_tokens, "updates": options.updates}
-    records = []
+def _common(options: argparse.Namespace) -> dict[str, Any]:
+    return {"arch": options.arch, "max_tokens": options.max_tokens, "updates": options.updates}
+
+
+def earlier(options: argparse.Namespace) -> dict[Run, list[dict[str, Any]]]:
+    """Return the records of the complete runs in the file ``options.output``, which say where they were measured.
+
+    Raises:
+        ValueError: they are runs of another kind.
+    """
+    found: dict[Run, list[dict[str, Any]]] = {}
+    for record in json.loads(options.output.read_text()) if options.output.exists() else ():
+        case = record["case"]
+        if "seed" not in case:
+            continue
+        other = {name: case[name] for name, value in _common(options).items() if case[name] != value}
+        if other:
+            raise ValueError(f"{options.output} holds runs with {other}; give the same flags or another --output")
+        found.setdefault(Run(record["implementation"], case["precision"], case["seed"]), []).append(record)
+    return {run: records for run, records in found.items() if any(record["metric"] == "bleu" for record in records)}
+
+
+def collected(
+    runs: Sequence[Run], options: argparse.Namespace, kept: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Return the records ``kept`` and those of what the folders of ``runs`` hold, and the summary of all."""
+    common = _common(options)
+    records = list(kept)
     for run in runs:
         folder = options.work / run.name
         log, result = folder / "train.log", folder / "result.json"
@@ -179,8 +206,11 @@ def collected(runs: Sequence[Run], options: argparse.Namespace) -> list[dict[str
     return records + summary(records)
 
 
-def run_all(runs: Sequence[Run], options: argparse.Namespace) -> list[Run]:
-    """Make the runs that have no result, several at a time; return those without one when the time is up."""
+def run_all(runs: Sequence[Run], options: argparse.Namespace, kept: Sequence[dict[str, Any]] = ()) -> list[Run]:
+    """Make the runs that have no result, several at a time; return those without one when the time is up.
+
+    The records ``kept`` are written with theirs.
+    """
     end = time.monotonic() + options.time_limit - _WRITING_SECONDS
     waiting = [run for run in runs if not (options.work / run.name / "result.json").exists()]
     working: list[Worker] = []
@@ -192,7 +222,7 @@ def run_all(runs: Sequence[Run], options: argparse.Namespace) -> list[Run]:
             for worker in [worker for worker in working if worker.is_done()]:
                 working.remove(worker)
                 print(f"{time.monotonic() - start:5.0f} s  {worker.run.name} has ended", flush=True)
-                write_records(collected(runs, options), options.output)
+                write_records(collected(runs, options, kept), options.output)
             time.sleep(0.2)
     finally:
         for worker in working:
@@ -206,7 +236,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     for record in records:
         if "seeds" in record["case"]:
             where = f"{record['case']['precision']} {record['implementation']} ({record['case']['seeds']} seeds)"
-            lines.append(f"{where:32} {record['metric']:26} {record['value']:9.4f} {record['unit']}")
+            lines.append(f"{where:32} {record['metric']:27} {record['value']:9.4f} {record['unit']}")
     return "\n".join(lines)
 
 
@@ -221,7 +251,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=3072)
     parser.add_argument("--precision", action="append", choices=("fp32", "fp16", "bf16"), help="default: fp16, bf16")
     parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS, help="default: all")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (%(default)s)")
+    parser.add_argument("--first-seed", type=int, default=1, help="the others follow it (%(default)s)")
+    parser.add_argument("--append", action="store_true", help="keep the runs of the output file, add those it lacks")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="at a time (%(default)s)")
     parser.add_argument("--time-limit", type=float, default=540, help="seconds (%(default)s)")
     parser.add_argument("--work", type=Path, default=Path("outputs/curves"), help="folder of the runs (%(default)s)")
@@ -238,15 +270,23 @@ def main(argv: list[str] | None = None) -> None:
     if not (options.data / REFERENCE).exists():
         parser.error(f"--data {options.data} holds no {REFERENCE}: give --corpus to make the data-bin")
     importlib.import_module("sacrebleu")  # missing, it had better be missed now than at the end
+    try:
+        done = earlier(options) if options.append else {}
+    except ValueError as error:
+        parser.error(str(error))
     compile_kernels()
     runs = [
-        Run(implementation, precision, seed)
+        run
         for implementation in options.implementation or IMPLEMENTATIONS
         for precision in options.precision or ("fp16", "bf16")
-        for seed in range(1, options.seeds + 1)
+        for seed in range(options.first_seed, options.first_seed + options.seeds)
+        if (run := Run(implementation, precision, seed)) not in done
     ]
-    missing = run_all(runs, options)
-    records = collected(runs, options)
+    kept = [record for records in done.values() for record in records]
+    if sources := {record["source_hash"] for record in kept} - {source_hash()}:
+        print(f"{options.output}: runs that stay were made with kernels of the sources {', '.join(sorted(sources))}")
+    missing = run_all(runs, options, kept)
+    records = collected(runs, options, kept)
     write_records(records, options.output)
     print(table(records), flush=True)
     if missing:

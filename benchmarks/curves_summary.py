@@ -1,7 +1,8 @@
 """What the curves of :mod:`benchmarks.curves` say: means over seeds, differences, whether these are within the rule.
 
 The rule: the mean final validation losses of ls_train and fairseq differ by at most 0.5 % or two standard errors of the
-difference, their mean BLEU by at most 0.3 or two standard errors.
+difference, their mean BLEU by at most 0.3 or two standard errors. ls_train with graphs and without are compared by the
+same rule.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PEER = "fairseq_no_cudnn_attention"
+EAGER, GRAPH = "ls_train", "ls_train_graph"
 LOSS_PERCENT, BLEU_POINTS = 0.5, 0.3
 _UNITS = {"valid_loss": "bits a token", "bleu": "BLEU"}
 
@@ -43,7 +45,8 @@ def finals(records: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], list
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the summary's records: mean, standard error, and against fairseq difference, allowance, within (1 or 0).
 
-    The loss differs in percent of fairseq's, BLEU in points. A single seed has no standard error.
+    Those of ls_train with graphs against ls_train without are called ``eager_difference`` and so on. The loss differs
+    in percent of the other's, BLEU in points. A single seed has no standard error.
     """
     values = finals(records)
     if not values:
@@ -55,13 +58,20 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         figures = {"mean": (statistics.mean(ours), _UNITS[metric])}
         if len(ours) > 1:
             figures["standard_error"] = (_error(ours), _UNITS[metric])
-        theirs = values.get((precision, PEER, metric))
-        if name != PEER and theirs:
-            figures.update(_against(metric, ours, theirs))
+        for peer, prefix in _peers(name).items():
+            theirs = values.get((precision, peer, metric))
+            if theirs:
+                against = _against(metric, ours, theirs)
+                figures.update({f"{prefix}{figure}": value for figure, value in against.items()})
         for figure, (value, unit) in figures.items():
             record = {"bench": "curves", "case": case, "implementation": name, "metric": f"{metric}_{figure}"}
             found.append({**record, "value": value, "unit": unit, "ratios": {}})
     return found
+
+
+def _peers(name: str) -> dict[str, str]:
+    """Return whom an implementation is compared with, and what the figures' names begin with."""
+    return {} if name == PEER else {PEER: "", EAGER: "eager_"} if name == GRAPH else {PEER: ""}
 
 
 def _error(values: Sequence[float]) -> float:

@@ -49,7 +49,7 @@ def _commit() -> str | None:
 
 
 def write_records(records: Sequence[dict[str, Any]], path: Path, append: bool = False) -> None:
-    """Write ``records``, each completed by :func:`environment`, as a JSON list.
+    """Write ``records``, each completed by :func:`environment` where it does not say so itself, as a JSON list.
 
     With ``append`` the file keeps the records it has of other benches and cases.
     """
@@ -59,7 +59,7 @@ def write_records(records: Sequence[dict[str, Any]], path: Path, append: bool = 
         cases = [(record["bench"], record["case"]) for record in records]
         kept = [record for record in json.loads(path.read_text()) if (record["bench"], record.get("case")) not in cases]
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = json.dumps([*kept, *({**record, **where} for record in records)], indent=1) + "\n"
+    whole = json.dumps([*kept, *({**record, **where, **record} for record in records)], indent=1) + "\n"
     # A reader, or a kill in between, never sees half a file.
     part = path.with_name(path.name + ".part")
     part.write_text(whole)
