@@ -52,7 +52,7 @@ def test_equals_packing_on_the_device(targets):
 
 @pytest.mark.parametrize("word", [60, 65535, 65536, 1 << 40])
 def test_tokens_are_sorted_on_the_host(word):
-    """Equal to the device's stable sort, whether or not ids fit into 16 bits; the sort of the backward is not run."""
+    """Equal to the device's stable sort, whether or not ids fit into 16 bits."""
     batch = sample([30, 9, 2], [4, 70, 1])
     for padded in (batch["net_input"]["src_tokens"], batch["net_input"]["prev_output_tokens"]):
         padded[padded == 7] = word
@@ -177,6 +177,17 @@ def test_unused_rows_change_nothing(model):
         scale = max(float(value.norm()) for value in expected[1].values())
         for name, value in expected[1].items():
             assert (found[1][name] - value).norm() < 1e-5 * scale, name
+
+
+def test_no_backward_sorts(model, monkeypatch):
+    def sort(*_, **__):
+        raise AssertionError("tokens are sorted on the device")
+
+    batch = sample([3, 9, 20], [14, 7, 25])
+    static = StaticBatches(torch.device("cpu"), PAD, 0, (64, 64), 512).load(batch)[1]
+    monkeypatch.setattr(torch.Tensor, "sort", sort)
+    for given in (static, pack_batch(batch, PAD, torch.device("cpu"))[0]):
+        assert gradients(model, given)[1]["encoder.embed_tokens.weight"].any()
 
 
 def test_batches_of_one_shape_share_memory(model):
