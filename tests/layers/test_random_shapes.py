@@ -100,12 +100,13 @@ def small_model_step(
             sides = [random_lengths(chooser, sentences, chooser.randint(1, longest)) for _ in range(2)]
         else:
             sides = [torch.full((MAX_SENTENCES,), longest)] * 2
-        source, target = (Packing.from_lengths(lengths, longest, place) for lengths in sides)
-        tokens, labels = (words[: packing.positions.shape[0]] for packing in (source, target))
-        memory = model.encoder.forward_packed(tokens, source, seed)
+        source = Packing.from_lengths(sides[0], longest, place)
+        memory = model.encoder.forward_packed(words[: source.positions.shape[0]], source, seed)
         if number % 10:
             loss = memory.sum(dtype=torch.float32)
         else:
+            target = Packing.from_lengths(sides[1], longest, place)
+            labels = words[: target.positions.shape[0]]
             features = model.decoder.forward_packed(labels, target, memory, source, seed)
             loss, _ = criterion(features, labels, weight)
         loss.backward()
