@@ -70,6 +70,11 @@ HONOURED: tuple[Group, ...] = (
         "ls-token-budget",
     ),
     _group(
+        "batches of an update are about equally large",
+        "tests/plugin/test_rank_balance.py::test_two_ranks_train_as_one",
+        "ls-balance-ranks",
+    ),
+    _group(
         "the criteria follow it",
         "tests/plugin/test_criterion.py::test_values_gradients_and_logs_equal_fairseq",
         "label-smoothing report-accuracy ignore-prefix-size",

@@ -55,6 +55,10 @@ _BUDGET_HELP = (
     "fill each training batch with real tokens up to --max-tokens, sentences of all lengths in it, so that few shapes "
     "serve nearly all steps; padded sizes do not count, as the plugin's own training step has none"
 )
+_BALANCE_HELP = (
+    "let the batches of an update be about equally large, so that no rank waits for another: batches change places "
+    "within some updates, each comes once an epoch"
+)
 # fairseq and hydra want types as annotations, which this module's are not.
 LSAdamConfig = make_dataclass(
     "LSAdamConfig",
@@ -62,6 +66,7 @@ LSAdamConfig = make_dataclass(
         ("ls_cuda_graph", ChoiceEnum(["auto", "on", "off"]), field(default="auto", metadata={"help": _GRAPH_HELP})),
         ("ls_compact_master", bool, field(default=False, metadata={"help": _COMPACT_HELP})),
         ("ls_token_budget", bool, field(default=False, metadata={"help": _BUDGET_HELP})),
+        ("ls_balance_ranks", bool, field(default=False, metadata={"help": _BALANCE_HELP})),
     ],
     bases=(FairseqAdamConfig,),
     namespace={

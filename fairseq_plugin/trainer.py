@@ -39,6 +39,7 @@ from fairseq_plugin.device_step import DeviceStep
 from fairseq_plugin.errors import UserError
 from fairseq_plugin.optimizer import LSFP16Optimizer
 from fairseq_plugin.pending import PendingUpdate
+from fairseq_plugin.rank_balance import balance
 from fairseq_plugin.step_options import graph_obstacles, obstacles
 from fairseq_plugin.token_budget import filled_by_tokens
 from ls_train.graph import CapturedCalls, CudaGraphs
@@ -122,6 +123,8 @@ class LSTrainer(FairseqTrainer):
         """Return an iterator over the training set and remember it, to know where an epoch ends."""
         with self._batches():
             self._epoch_iterator = super().get_train_iterator(*args, **kwargs)
+        if getattr(self.cfg.optimizer, "ls_balance_ranks", False):
+            balance(self._epoch_iterator, self.cfg.dataset.max_tokens, self.cfg.optimization.update_freq)
         return self._epoch_iterator
 
     # One update
