@@ -1,8 +1,10 @@
 """Share of the all-reduce that backward hides in data-parallel training with ls_train on several GPUs of a host.
 
 ``python -m benchmarks.all_reduce [--gpus N] [--max-tokens N] [--output FILE]`` trains as ``benchmarks.fairseq_wps``
-does and records updates with torch's profiler. ``all_reduce_hidden`` is the share of NCCL's time on the first GPU in
-which other kernels run as well; waiting for a rank that is late counts as time of the all-reduce.
+does, in a window of batches that every rank has met before, and records updates with torch's profiler.
+``all_reduce_hidden`` is the share of NCCL's time on the first GPU in which other kernels run as well;
+``all_reduce_exposed`` is the rest, in milliseconds an update. Waiting for a rank that is late counts as time of the
+all-reduce: use ``--balance-ranks`` or ``--token-budget``, with which the ranks' batches are of one size.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import contextlib
 import re
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import trace
-from benchmarks.fairseq_wps import ARCHS, VOCABULARY, Run, arguments_of, environments, warm_up_updates
-from benchmarks.processes import Prepared
+from benchmarks.fairseq_wps import ARCHS, OPTIONS, VOCABULARY, Run, arguments_of, environments
+from benchmarks.processes import Prepared, in_turn
 from benchmarks.random_data import write_data
 from benchmarks.records import RESULTS, compile_kernels, write_records
 from benchmarks.trace import Kernel, Step
@@ -25,8 +28,11 @@ from benchmarks.trace import Kernel, Step
 _RECORDED = 8
 _COLLECTIVE = re.compile("nccl|all_?reduce", re.I)
 _PROGRAM = (
-    "import sys; from pathlib import Path; from benchmarks.timeline import record_training; "
-    "record_training(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[5:], int(sys.argv[4]))"
+    "import sys; from pathlib import Path; from benchmarks.processes import wait_for_go; "
+    "from benchmarks.timeline import record_training; "
+    "implementation, path, batches, skipped, updates, *flags = sys.argv[1:]; "
+    "record_training(implementation, Path(path), int(skipped), flags, int(updates), wait_for_go, "
+    "(int(batches), int(skipped)))"
 )
 
 
@@ -44,28 +50,36 @@ def hidden_share(kernels: Sequence[Kernel]) -> float:
     return 100 * (total + Step.busy(others) - Step.busy(kernels)) / total
 
 
-def measured(run: Run, data: Path, path: Path, limit: float) -> tuple[float, float]:
-    """Train with ``run``, the trace of the first rank goes to ``path``; return (% hidden, ms of all-reduce an update).
+def _prepared(run: Run, data: Path, path: Path, stack: contextlib.ExitStack) -> list[Prepared]:
+    """Start the ranks of ``run``; each writes its trace, the first one to ``path``."""
+    ranks = []
+    # Only the end of the log's interval waits for statistics: there shall be none among the recorded updates.
+    flags = arguments_of(data, replace(run, measured=4 * run.updates))
+    for rank, extra in enumerate(environments(run.gpus)):
+        # The profiler slows the host down: ranks that only wait for the first one would look like communication.
+        to = path if rank == 0 else path.with_name(f"rank{rank}_{path.name}")
+        numbers = [run.measured * run.gpus, run.updates - run.measured, run.measured]
+        words = ["-c", _PROGRAM, run.implementation, str(to), *map(str, numbers), *flags]
+        ranks.append(stack.enter_context(Prepared(words, extra)))
+    return ranks
+
+
+def figures(steps: Sequence[Step]) -> dict[str, tuple[float, str]]:
+    """Return value and unit of each metric of the recorded ``steps``.
 
     Raises:
-        RuntimeError: a rank failed or took longer than ``limit`` seconds.
+        ValueError: there is no collective in one of them.
     """
-    skipped = run.updates - run.measured
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank, extra in enumerate(environments(run.gpus)):
-            # The profiler slows the host down: ranks that only wait for the first one would look like communication.
-            to = path.with_name(f"rank{rank}_{path.name}")
-            words = [run.implementation, str(to), str(skipped), str(run.measured), *arguments_of(data, run)]
-            ranks.append(stack.enter_context(Prepared(["-c", _PROGRAM, *words], extra)))
-        for process in ranks:
-            process.finish(limit)
-    shares, times = [], []
-    for step in trace.read(path.with_name(f"rank0_{path.name}"))[1:-1]:
-        shares.append(hidden_share(step.kernels))
-        times.append(Step.busy([kernel for kernel in step.kernels if _COLLECTIVE.search(kernel.name)]) / 1e3)
+    shares = [hidden_share(step.kernels) for step in steps]
+    times = [Step.busy([kernel for kernel in step.kernels if _COLLECTIVE.search(kernel.name)]) / 1e3 for step in steps]
     # An update with a late rank has a longer all-reduce: the mean by time.
-    return sum(share * time for share, time in zip(shares, times)) / sum(times), sum(times) / len(times)
+    hidden = sum(share * time for share, time in zip(shares, times)) / sum(times)
+    time = sum(times) / len(times)
+    return {
+        "all_reduce_hidden": (hidden, "%"),
+        "all_reduce_time": (time, "ms"),
+        "all_reduce_exposed": (time * (1 - hidden / 100), "ms"),
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -78,39 +92,52 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--implementation", action="append", choices=("ls_train", "ls_train_graph"), help="default: both"
     )
-    parser.add_argument("--warm-up", type=int, help="updates before the recorded ones")
+    parser.add_argument(
+        "--warm-up", type=int, help="updates before the recorded ones; default: each batch once and a few more"
+    )
+    for name in OPTIONS:
+        option = name.replace("_", "-")
+        parser.add_argument(f"--{option}", action="store_true", help=f"with --ls-{option}, in cases that say so")
     parser.add_argument("--sentences", type=int, default=80000)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--data", type=Path, help="folder of the data-bin: made if it is missing, and kept")
-    parser.add_argument("--limit", type=float, default=120, help="seconds a run may take (%(default)s)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for the start-up and for a run (%(default)s)")
     parser.add_argument("--append", action="store_true", help="keep other cases' records in the output file")
     parser.add_argument("--output", type=Path, default=RESULTS / "all_reduce.json")
     options = parser.parse_args(argv)
     compile_kernels()
+    names = options.implementation or ("ls_train", "ls_train_graph")
+    skipped = _RECORDED * options.gpus + 8 if options.warm_up is None else options.warm_up
+    chosen = {name: True for name in OPTIONS if getattr(options, name)}
     records: list[dict[str, Any]] = []
-    failed = 0
-    with tempfile.TemporaryDirectory() as folder:
+    done = 0
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         data = options.data or Path(folder) / "data"
         if not (data / "train.en-de.de.idx").exists():
             write_data(data, options.sentences, options.vocabulary)
-        for max_tokens in options.max_tokens or (4096, 15000):
-            case = {"arch": options.arch, "max_tokens": max_tokens, "precision": options.precision}
-            for name in options.implementation or ("ls_train", "ls_train_graph"):
-                skipped = warm_up_updates(name) if options.warm_up is None else options.warm_up
-                run = Run(name, *case.values(), options.gpus, skipped + _RECORDED, _RECORDED)
-                try:
-                    share, time = measured(run, data, Path(folder) / f"{name}_{max_tokens}.json.gz", options.limit)
-                except (RuntimeError, ValueError) as error:
-                    failed += 1
-                    print(f"{run}: {error}", flush=True)
-                    continue
-                record = {"bench": "all_reduce", "case": {**case, "gpus": options.gpus}, "implementation": name}
-                for metric, value, unit in (("all_reduce_hidden", share, "%"), ("all_reduce_time", time, "ms")):
-                    records.append({**record, "metric": metric, "value": value, "unit": unit, "ratios": {}})
-                write_records(records, options.output, append=options.append)
-                print(f"{name} max-tokens {max_tokens}: {share:.1f} % of {time:.2f} ms hidden", flush=True)
-    if failed:
-        raise SystemExit(f"{failed} runs failed")
+        runs = [
+            Run(name, options.arch, size, options.precision, options.gpus, skipped + _RECORDED, _RECORDED, **chosen)
+            for size in options.max_tokens or (4096, 15000)
+            for name in names
+        ]
+        traces = {run: Path(folder) / f"{run.implementation}_{run.max_tokens}.json.gz" for run in runs}
+        ranks = {run: _prepared(run, data, traces[run], stack) for run in runs}
+        for run, _ in in_turn(ranks, options.limit, options.limit):
+            try:
+                found = figures(trace.read(traces[run])[1:-1])
+            except ValueError as error:
+                print(f"{run}: {error}", flush=True)
+                continue
+            done += 1
+            case = {"arch": run.arch, "max_tokens": run.max_tokens, "precision": run.precision, "gpus": run.gpus}
+            record = {"bench": "all_reduce", "case": {**case, **chosen}, "implementation": run.implementation}
+            for metric, (value, unit) in found.items():
+                records.append({**record, "metric": metric, "value": value, "unit": unit, "ratios": {}})
+            write_records(records, options.output, append=options.append)
+            line = ", ".join(f"{metric} {value:.2f} {unit}" for metric, (value, unit) in found.items())
+            print(f"{run.implementation} max-tokens {run.max_tokens}: {line}", flush=True)
+    if done < len(runs):
+        raise SystemExit(f"{len(runs) - done} of {len(runs)} runs failed")
 
 
 if __name__ == "__main__":

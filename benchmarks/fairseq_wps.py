@@ -4,8 +4,17 @@
 data-bin of random tokens with lengths as in WMT14 English-German. Implementations: ``fairseq`` as it ships,
 ``fairseq_no_cudnn_attention`` with torch's cuDNN attention off (it plans anew for every shape: the fair baseline),
 ``fairseq_apex``, the same with Apex where that is installed, ``ls_train`` and ``ls_train_graph``, the same with
-``--ls-cuda-graph on``. The figures are the medians over the last intervals of fairseq's own log. The runs of a group
-start up together and are then measured one after another. The records are written after every run.
+``--ls-cuda-graph on``. The runs of a group start up together and are then measured one after another. The records are
+written after every run.
+
+What is measured: ``words_per_second`` is the target words of ``--measured`` batches over the time from before the first
+to after the last of them, ``time`` that time over the number of updates. The batches are the first ones of fairseq's
+epoch, the same for every implementation that makes batches in the same way and for every number of GPUs, which share
+them: half as many updates on two. Before, every rank trains on these same batches, all of them where graphs are
+captured, so that the graphs of all their shapes are there. Validation, saving and the end of an epoch are not in it.
+With N GPUs ``efficiency`` is the words a second over N times those of one. Each update takes as long as the slowest
+rank, whose batches fairseq draws at random: what is lost by their different sizes is part of it, less of it with
+``--balance-ranks`` or ``--token-budget``.
 """
 
 from __future__ import annotations
@@ -17,7 +26,6 @@ import json
 import os
 import re
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,16 +50,17 @@ ARCHS = {
     "transformer_iwslt_de_en": "transformer_iwslt_de_en",
     "transformer_toy": "transformer_tiny",
 }
-_MEASURED, _MEASURED_PEERS = 100, 50
-"""Updates that are measured, the last ones of a run: of ours, and of fairseq's, which take longer."""
+_MEASURED = 128  # batches
 _WARM_UP, _WARM_UP_GRAPHS = 25, 200
-_INTERVAL = 10
+OPTIONS = ("token_budget", "balance_ranks")
+"""Options of ls_train alone, in cases that say so."""
+_INTERVALS = 4  # of the log while it is measured: at the end of each our step waits for its statistics
 _UNITS = {"words_per_second": "words/s", "time": "ms", "peak_memory": "GiB", "efficiency": "%"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of the benchmark."""
+    """One training run of the benchmark: ``measured`` updates are the last ones of ``updates``."""
 
     implementation: str
     arch: str
@@ -61,10 +70,11 @@ class Run:
     updates: int
     measured: int
     token_budget: bool = False
+    balance_ranks: bool = False
 
 
 def warm_up_updates(implementation: str) -> int:
-    """Return how many updates come before the measured ones.
+    """Return after how many updates of an epoch a step can be recorded.
 
     A graph is captured when its shape comes first. Small batches have some 50 shapes, rare ones among them, nearly all
     of which have come after 200 updates.
@@ -72,22 +82,28 @@ def warm_up_updates(implementation: str) -> int:
     return _WARM_UP_GRAPHS if implementation == "ls_train_graph" else _WARM_UP
 
 
+def log_interval(measured: int) -> int:
+    """Return the updates between two lines of the log where ``measured`` updates are measured."""
+    return max(1, measured // _INTERVALS)
+
+
 def arguments_of(data: Path, run: Run) -> list[str]:
     """Return the command line of one run; ours differs in the names of arch, criterion and optimizer alone."""
     prefix = "ls_" if is_ours(run.implementation) else ""
     on_gpu = torch.cuda.is_available()
-    interval = min(_INTERVAL, max(1, run.measured // 2))
     flags = (
         f"{data} --source-lang en --target-lang de --task translation --arch {prefix}{ARCHS[run.arch]} "
         f"--share-all-embeddings --optimizer {prefix}adam --adam-betas (0.9,0.98) --clip-norm 0.0 --lr 5e-4 "
         "--lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-7 --weight-decay 0.0001 --dropout 0.1 "
         f"--attention-dropout 0.1 --activation-dropout 0.1 --criterion {prefix}label_smoothed_cross_entropy "
         f"--label-smoothing 0.1 --max-tokens {run.max_tokens} --max-update {run.updates} --no-save "
-        f"--disable-validation --log-format json --log-interval {interval} --seed 1 "
+        f"--disable-validation --log-format json --log-interval {log_interval(run.measured)} --seed 1 "
         f"--num-workers {4 if on_gpu else 0} --distributed-world-size {run.gpus}"
     )
     if is_ours(run.implementation):
-        flags += f" {graph_flag(run.implementation)}{' --ls-token-budget' if run.token_budget else ''}"
+        flags += f" {graph_flag(run.implementation)}"
+        for name in OPTIONS:
+            flags += f" --ls-{name.replace('_', '-')}" if getattr(run, name) else ""
     if run.precision != "fp32":
         flags += f" --{run.precision}"
     if not on_gpu:
@@ -111,17 +127,19 @@ def figures(output: str, run: Run) -> dict[str, float]:
     """Return ``words_per_second``, ``time`` (ms a step) and ``peak_memory`` (GiB) from what the first rank printed.
 
     Raises:
-        RuntimeError: it logged no interval of the measured updates.
+        RuntimeError: it did not log all of the measured updates.
     """
     rows = [json.loads(line) for line in re.findall(r'\{"epoch".*\}', output)]
     first = run.updates - run.measured
     rows = [row for row in rows if "wps" in row and int(row["num_updates"]) > first]
     peak = re.search(re.escape(PEAK) + r" *(\d+)", output)
-    if not rows or peak is None:
-        raise RuntimeError(f"nothing was logged after update {first}:\n{output[-2000:]}")
+    if len(rows) * log_interval(run.measured) != run.measured or peak is None:
+        raise RuntimeError(f"the log does not hold all updates after update {first}:\n{output[-2000:]}")
+    words = [float(row["wpb"]) * log_interval(run.measured) for row in rows]
+    seconds = sum(count / float(row["wps"]) for count, row in zip(words, rows))
     return {
-        "words_per_second": statistics.median(float(row["wps"]) for row in rows),
-        "time": 1e3 / statistics.median(float(row["ups"]) for row in rows),
+        "words_per_second": sum(words) / seconds,
+        "time": 1e3 * seconds / run.measured,
         "peak_memory": int(peak.group(1)) / 2**30,
     }
 
@@ -133,7 +151,8 @@ def measured(
     with contextlib.ExitStack() as stack:
         ranks = {}
         for run in runs:
-            arguments = ["-m", "benchmarks.fairseq_process", run.implementation, *arguments_of(data, run)]
+            window = [str(run.measured * run.gpus), str(run.updates - run.measured)]
+            arguments = ["-m", "benchmarks.fairseq_process", run.implementation, *window, *arguments_of(data, run)]
             ranks[run] = [stack.enter_context(Prepared(arguments, extra)) for extra in environments(run.gpus)]
         for run, outputs in in_turn(ranks, limit, start_limit):
             try:
@@ -161,17 +180,16 @@ def all_records(results: dict[Run, dict[str, float]], with_gpus: bool) -> list[d
     """Return the records of all runs; for several GPUs also the efficiency, in percent of as many times one GPU."""
     cases: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
     for run, metrics in results.items():
-        key = (run.arch, run.max_tokens, run.precision, run.gpus, run.token_budget)
+        key = (run.arch, run.max_tokens, run.precision, run.gpus, *(name for name in OPTIONS if getattr(run, name)))
         cases.setdefault(key, {})[run.implementation] = metrics
     records = []
     for key, by_name in cases.items():
-        arch, max_tokens, precision, gpus, token_budget = key
+        arch, max_tokens, precision, gpus, *names = key
         case = {"arch": arch, "max_tokens": max_tokens, "precision": precision, **({"gpus": gpus} if with_gpus else {})}
-        if token_budget:
-            case["token_budget"] = True
+        case.update(dict.fromkeys(names, True))
         records += records_of(case, by_name)
         for name, metrics in by_name.items():
-            single = cases.get((*key[:3], 1, token_budget), {}).get(name)
+            single = cases.get((*key[:3], 1, *names), {}).get(name)
             if gpus > 1 and single is not None:
                 value = 100 * metrics["words_per_second"] / (gpus * single["words_per_second"])
                 record = {"bench": "fairseq_wps", "case": case, "implementation": name, "metric": "efficiency"}
@@ -221,10 +239,13 @@ def _runs(options: argparse.Namespace) -> list[Run]:
         names,
     ):
         if {only, at} <= {None, max_tokens}:
-            before = warm_up_updates(name) if options.warm_up is None else options.warm_up
-            count = options.measured or (_MEASURED if is_ours(name) else _MEASURED_PEERS)
-            budget = options.token_budget and is_ours(name)
-            runs.append(Run(name, arch, max_tokens, precision, gpus, before + count, count, budget))
+            count = options.measured // gpus
+            interval = log_interval(count)
+            # The first update of all is not captured.
+            least = options.measured + 1 if name == "ls_train_graph" else _WARM_UP
+            before = -(-(least if options.warm_up is None else options.warm_up) // interval) * interval
+            ours = [getattr(options, option) and is_ours(name) for option in OPTIONS]
+            runs.append(Run(name, arch, max_tokens, precision, gpus, before + count, count, *ours))
     return runs
 
 
@@ -251,11 +272,20 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(available())}, at all sizes or one",
     )
     parser.add_argument("--gpus", type=int, help="also with so many GPUs of this host; cases then hold gpus")
-    parser.add_argument("--token-budget", action="store_true", help="ours with --ls-token-budget, in cases that say so")
+    for name in OPTIONS:
+        option = name.replace("_", "-")
+        parser.add_argument(f"--{option}", action="store_true", help=f"ours with --ls-{option}, in cases that say so")
     parser.add_argument(
-        "--measured", type=int, help=f"updates that are measured; default: {_MEASURED}, of fairseq fewer"
+        "--measured",
+        type=int,
+        default=_MEASURED,
+        help=f"batches that are measured, a multiple of {_INTERVALS} times --gpus (%(default)s)",
     )
-    parser.add_argument("--warm-up", type=int, help="updates before these; default: by implementation")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        help=f"updates before these, in whole intervals of the log; default: {_WARM_UP}, with graphs each batch once",
+    )
     parser.add_argument("--sentences", type=int, default=80000)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--data", type=Path, help="folder of the data-bin: made if it is missing, and kept")
@@ -272,6 +302,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser().parse_args(argv)
     if options.gpus is not None and torch.cuda.is_available() and not 1 <= options.gpus <= torch.cuda.device_count():
         parser().error(f"--gpus {options.gpus}: this host has {torch.cuda.device_count()}")
+    if options.measured < 1 or options.measured % (_INTERVALS * (options.gpus or 1)):
+        parser().error(f"--measured {options.measured}: give a multiple of {_INTERVALS} times the number of GPUs")
     start = time.monotonic()
     compile_kernels()
     results: dict[Run, dict[str, float]] = {}

@@ -51,6 +51,7 @@ def record_training(
     flags: Sequence[str],
     updates: int = _RECORDED,
     before: Callable[[], None] | None = None,
+    window: tuple[int, int] | None = None,
 ) -> None:
     """Train in this process, record ``updates`` updates after the first ``skipped`` ones to ``path``.
 
@@ -61,6 +62,7 @@ def record_training(
         flags: of fairseq-train.
         updates: that are recorded.
         before: called when everything is built, before the first update.
+        window: see :func:`benchmarks.fairseq_process.train`.
     """
 
     def prepare(trainer: Any) -> None:
@@ -68,7 +70,7 @@ def record_training(
         if before is not None:
             before()
 
-    train(implementation, flags, prepare)
+    train(implementation, flags, prepare, window)
 
 
 def _record_steps(trainer: Any, path: Path, skipped: int, updates: int) -> None:
