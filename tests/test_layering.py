@@ -29,8 +29,6 @@ ALLOWED = {
     "testing": {"base", "ops", "testing"},
     "package": {"base", "ops", "layers", "optim", "package"},
 }
-# Kernels that several operators launch, so that they belong to none of them.
-SHARED_KERNELS = {"column_sum"}
 FRAMEWORKS = {"fairseq", "fairseq_cli", "fairseq_plugin", "hydra", "omegaconf", "examples", "benchmarks", "tests"}
 STABLE_TORCH = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
 DEVICE_NAME = re.compile(r"^(cpu|cuda)(:\d+)?$")
@@ -150,7 +148,7 @@ def stem_violations(root: Path) -> list[str]:
         if f"test_{stem}" not in tested
     ]
     for path in sorted((package / "csrc").glob("*.cu")):
-        if not any(path.stem == stem or path.stem.startswith(f"{stem}_") for stem in operators | SHARED_KERNELS):
+        if not any(path.stem == stem or path.stem.startswith(f"{stem}_") for stem in operators):
             found.append(f"ls_train/csrc/{path.name} has no operator file of that name in ls_train/ops")
     return found
 

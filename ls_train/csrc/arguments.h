@@ -21,6 +21,7 @@ struct Argument {
   const char* shape;
   bool optional = false;
   bool strided = false;  // only the last dimension must be contiguous
+  bool host = false;     // in host memory
 };
 
 constexpr Argument optional(Argument argument) {
@@ -30,6 +31,11 @@ constexpr Argument optional(Argument argument) {
 
 constexpr Argument strided(Argument argument) {
   argument.strided = true;
+  return argument;
+}
+
+constexpr Argument host(Argument argument) {
+  argument.host = true;
   return argument;
 }
 

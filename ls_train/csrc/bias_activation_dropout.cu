@@ -175,9 +175,9 @@ cudaError_t bias_activation_dropout_fwd(const TensorRef& y, const TensorRef& x, 
 }
 
 cudaError_t bias_activation_dropout_bwd(const TensorRef& dx, const TensorRef& dbias, const TensorRef& workspace,
-                                        const TensorRef& dy, const TensorRef& saved, const TensorRef& bias,
-                                        const TensorRef& seed, const TensorRef& rows, double p, int64_t offset,
-                                        Activation activation, bool accumulate, cudaStream_t stream) {
+                                        const TensorRef& partial_rows, const TensorRef& dy, const TensorRef& saved,
+                                        const TensorRef& bias, const TensorRef& seed, const TensorRef& rows, double p,
+                                        int64_t offset, Activation activation, bool accumulate, cudaStream_t stream) {
   const int64_t n = dy.sizes[0];
   const int columns = static_cast<int>(dy.sizes[1]);
   int row_blocks = 0;
@@ -203,7 +203,7 @@ cudaError_t bias_activation_dropout_bwd(const TensorRef& dx, const TensorRef& db
   }
   if (!dbias) return cudaSuccess;
   return finish_column_sums({{dbias.data}, 1}, dbias.dtype, workspace.as<float>(), row_blocks, columns, accumulate,
-                            stream);
+                            partial_rows, stream);
 }
 
 }  // namespace ls_train

@@ -129,8 +129,9 @@ cudaError_t bias_dropout_add_fwd(const TensorRef& y, const TensorRef& x, const T
 }
 
 cudaError_t bias_dropout_add_bwd(const TensorRef& dx, const TensorRef& dbias, const TensorRef& workspace,
-                                 const TensorRef& dy, const TensorRef& seed, const TensorRef& rows, double p,
-                                 int64_t offset, bool accumulate, cudaStream_t stream) {
+                                 const TensorRef& partial_rows, const TensorRef& dy, const TensorRef& seed,
+                                 const TensorRef& rows, double p, int64_t offset, bool accumulate,
+                                 cudaStream_t stream) {
   const Dropout dropout = make_dropout(seed, p, offset);
   if (!dbias) {
     const TensorRef none;
@@ -156,7 +157,7 @@ cudaError_t bias_dropout_add_bwd(const TensorRef& dx, const TensorRef& dbias, co
     if (error != cudaSuccess) return error;
   }
   return finish_column_sums({{dbias.data}, 1}, dbias.dtype, workspace.as<float>(), row_blocks, columns, accumulate,
-                            stream);
+                            partial_rows, stream);
 }
 
 }  // namespace ls_train

@@ -32,10 +32,11 @@ cudaError_t bias_dropout_add_layer_norm_fwd(const TensorRef& y, const TensorRef&
 
 cudaError_t bias_dropout_add_layer_norm_bwd(const TensorRef& dx, const TensorRef& dresidual, const TensorRef& dbias,
                                             const TensorRef& dweight, const TensorRef& dnorm_bias,
-                                            const TensorRef& workspace, const TensorRef& dy, const TensorRef& dsum,
-                                            const TensorRef& sum, const TensorRef& mean, const TensorRef& rstd,
-                                            const TensorRef& weight, const TensorRef& seed, const TensorRef& rows,
-                                            double p, int64_t offset, bool accumulate, cudaStream_t stream) {
+                                            const TensorRef& workspace, const TensorRef& partial_rows,
+                                            const TensorRef& dy, const TensorRef& dsum, const TensorRef& sum,
+                                            const TensorRef& mean, const TensorRef& rstd, const TensorRef& weight,
+                                            const TensorRef& seed, const TensorRef& rows, double p, int64_t offset,
+                                            bool accumulate, cudaStream_t stream) {
   return dispatch_type(sum.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     NormBackward<T> a = {};
@@ -54,7 +55,7 @@ cudaError_t bias_dropout_add_layer_norm_bwd(const TensorRef& dx, const TensorRef
     a.has_dbias = static_cast<bool>(dbias);
     a.dropout = make_dropout(seed, p, offset);
     const ColumnSums sums = {{dweight.data, dnorm_bias.data, dbias.data}, dbias ? 3 : 2};
-    return launch_layer_norm_bwd<T, true>(a, sums, sum.dtype, accumulate, stream);
+    return launch_layer_norm_bwd<T, true>(a, sums, sum.dtype, accumulate, partial_rows, stream);
   });
 }
 

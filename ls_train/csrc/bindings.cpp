@@ -77,10 +77,15 @@ struct Call {
     int32_t kind = 0, index = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &kind));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
-    static const int32_t kCuda = aoti_torch_device_type_cuda();
-    if (kind != kCuda) fail_argument(op, argument.name, "is not on a CUDA device; move all arguments to one");
-    if (device < 0) device = index;
-    if (index != device) {
+    static const int32_t kCuda = aoti_torch_device_type_cuda(), kHost = aoti_torch_device_type_cpu();
+    if (argument.host) {
+      if (kind != kHost) fail_argument(op, argument.name, "is not on the CPU; the host writes or reads it");
+    } else if (kind != kCuda) {
+      fail_argument(op, argument.name, "is not on a CUDA device; move all arguments to one");
+    } else if (device < 0) {
+      device = index;
+    }
+    if (!argument.host && index != device) {
       fail_argument(op, argument.name,
                     "is on cuda:" + std::to_string(index) + " but an earlier one is on cuda:" + std::to_string(device) +
                         "; move all arguments to one device");
@@ -299,6 +304,7 @@ struct Binding<Op, cudaError_t (*const)(Parameters...)> {
 constexpr Argument kSeed = optional({"seed", Type::kInt64, "1"});
 constexpr Argument kRows = optional({"rows", Type::kInt32, "1"});
 constexpr Argument kWorkspace = {"workspace", Type::kFloat32, "*"};
+constexpr Argument kPartialRows = optional(host({"partial_rows", Type::kInt64, "1"}));
 
 constexpr Argument floating(const char* name, const char* shape) { return {name, Type::kFloating, shape}; }
 constexpr Argument float32(const char* name, const char* shape) { return {name, Type::kFloat32, shape}; }
@@ -329,6 +335,7 @@ struct LayerNormBwd {
                                            floating("dweight", "C"),
                                            floating("dbias", "C"),
                                            kWorkspace,
+                                           kPartialRows,
                                            floating("dy", "NC"),
                                            optional(floating("dresidual", "NC")),
                                            floating("x", "NC"),
@@ -360,6 +367,7 @@ struct BiasDropoutAddBwd {
   static constexpr Argument arguments[] = {optional(floating("dx", "NC")),
                                            optional(floating("dbias", "C")),
                                            optional(kWorkspace),
+                                           kPartialRows,
                                            floating("dy", "NC"),
                                            kSeed,
                                            kRows};
@@ -396,6 +404,7 @@ struct BiasDropoutAddLayerNormBwd {
                                            floating("dweight", "C"),
                                            floating("dnorm_bias", "C"),
                                            kWorkspace,
+                                           kPartialRows,
                                            floating("dy", "NC"),
                                            optional(floating("dsum", "NC")),
                                            floating("sum", "NC"),
@@ -425,6 +434,7 @@ struct BiasActivationDropoutBwd {
   static constexpr Argument arguments[] = {floating("dx", "NC"),
                                            optional(floating("dbias", "C")),
                                            optional(kWorkspace),
+                                           kPartialRows,
                                            floating("dy", "NC"),
                                            floating("saved", "NC"),
                                            optional(floating("bias", "C")),
@@ -630,6 +640,60 @@ struct LossScaleUpdate {
   }
 };
 
+// Lists of tensors do not fit into Binding<>.
+void add_column_sums(std::vector<Tensor> gradients, std::vector<Tensor> partials, Tensor partial_rows,
+                     std::vector<int64_t> sums, bool accumulate) {
+  Call call;
+  call.op = "column_sum";
+  const auto counted = [&](const char* name, size_t size) {
+    if (size != partials.size()) {
+      fail_argument(call.op, name,
+                    "has length " + std::to_string(size) + "; it needs one for each of " +
+                        std::to_string(partials.size()) + " partials");
+    }
+  };
+  const TensorRef rows = call.check(host({"partial_rows", Type::kInt64, "P"}), partial_rows);
+  counted("partial_rows", rows.sizes[0]);
+  counted("sums", sums.size());
+  std::vector<ColumnSum> items;
+  for (size_t i = 0; i < partials.size(); ++i) {
+    const TensorRef partial = call.check({"partials", Type::kFloat32, "*"}, partials[i]);
+    const int64_t count = rows.as<int64_t>()[i];
+    if (count < 0 || count > kMaxRowBlocks) {
+      fail_argument(call.op, "partial_rows",
+                    "holds " + std::to_string(count) + "; it must be between 0 and " + std::to_string(kMaxRowBlocks));
+    }
+    int64_t used = 0;
+    for (int64_t k = 0; k < sums[i]; ++k) {
+      if (items.size() == gradients.size()) fail_argument(call.op, "gradients", "are fewer than sums says");
+      call.sizes['C'] = -1;
+      const TensorRef gradient = call.check(floating("gradients", "C"), gradients[items.size()]);
+      call.check_columns();
+      items.push_back(
+          {gradient.data, partial.as<float>() + used, static_cast<int>(count), static_cast<int>(gradient.sizes[0])});
+      used += count * gradient.sizes[0];
+    }
+    if (used > partial.sizes[0]) {
+      fail_argument(call.op, "partials",
+                    "has " + std::to_string(partial.sizes[0]) + " elements; it needs " + std::to_string(used));
+    }
+  }
+  if (items.size() < gradients.size()) fail_argument(call.op, "gradients", "are more than sums says");
+  if (items.empty()) return;
+  const int64_t size = item_size(*call.floating);
+  for (size_t i = 0; i < items.size(); ++i) {
+    for (size_t k = 0; k < i; ++k) {
+      const char *one = static_cast<char*>(items[i].gradient), *other = static_cast<char*>(items[k].gradient);
+      if (one < other + items[k].columns * size && other < one + items[i].columns * size) {
+        fail_argument(call.op, "gradients", "overlap; add up those of one parameter in calls one after another");
+      }
+    }
+  }
+  const torch::stable::accelerator::DeviceGuard guard(call.device);
+  check_launch(call.op, ls_train::column_sum(items.data(), static_cast<int>(items.size()), *call.floating, accumulate,
+                                             current_stream(call.op, call.device)));
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Whole layers
 
@@ -802,10 +866,8 @@ void layer_bwd(Tensor dx, std::optional<Tensor> dkv, Tensor scratch, std::vector
     slice = run.view(strided(floating("dkv", "KG")), *dkv);
     if (run.call.sizes['G'] != 2 * layer.columns) fail_argument(kName, "dkv", "must have 2 C columns");
   }
-  const int64_t blocks = std::min<int64_t>(kMaxRowBlocks, layer.rows);
-  const int64_t needed = std::max(blocks * std::max(3 * layer.columns, layer.inner), layer.rows * layer.heads);
-  if (sums < needed) {
-    fail_argument(kName, "sums", "= " + std::to_string(sums) + " is less than " + std::to_string(needed));
+  if (sums < layer.sums_size()) {
+    fail_argument(kName, "sums", "= " + std::to_string(sums) + " is less than " + std::to_string(layer.sums_size()));
   }
   run.place(block, fields);
   Block memory = run.scratch(scratch);
@@ -843,6 +905,7 @@ STABLE_TORCH_LIBRARY_IMPL(ls_train, CUDA, m) {
   LS_TRAIN_BIND(AdamPrepare);
   LS_TRAIN_BIND(Adam);
   LS_TRAIN_BIND(LossScaleUpdate);
+  m.impl("column_sum", TORCH_BOX(&add_column_sums));
   m.impl("layer_fwd", TORCH_BOX(&layer_fwd));
   m.impl("layer_bwd", TORCH_BOX(&layer_bwd));
 }

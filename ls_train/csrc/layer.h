@@ -78,10 +78,14 @@ class Block {
 
   View take(int64_t rows, int64_t columns, DType type) {
     const View part = at(used_, rows, columns, type);
-    constexpr int64_t kAlignment = 256;
-    const int64_t size = rows * std::max<int64_t>(1, columns) * item_size(type);
-    used_ += (size + kAlignment - 1) / kAlignment * kAlignment;
+    used_ += aligned(rows * std::max<int64_t>(1, columns) * item_size(type));
     return part;
+  }
+
+  // Bytes that a tensor of `size` bytes takes.
+  static int64_t aligned(int64_t size) {
+    constexpr int64_t kAlignment = 256;
+    return (size + kAlignment - 1) / kAlignment * kAlignment;
   }
 
   int64_t used() const { return used_; }
@@ -187,9 +191,18 @@ class TransformerLayer {
     return error_;
   }
 
-  // dkv: (Ns, 2C), this layer's part, its rows may lie apart; sums: number of floats for the column sums.
+  // Floats that the partial rows of all column sums of a backward take, see backward_sums in layers/call.py.
+  int64_t sums_size() const {
+    const auto part = [](int64_t width) { return Block::aligned(kMaxRowBlocks * width * 4) / 4; };
+    const int64_t size = 2 * part(3 * columns) + part(inner) + (cross ? part(columns) + part(3 * columns) : 0);
+    return size + (normalize_before ? part(columns) + part(2 * columns) : part(3 * columns));
+  }
+
+  // dkv: (Ns, 2C), this layer's part, its rows may lie apart; sums: number of floats for partial rows.
   cudaError_t backward(const View& dx, const View& dkv, const View& dy, int64_t sums, Block& scratch) {
-    sums_ = scratch.take(sums, 0, DType::kFloat32);
+    row_sums_ = scratch.take(rows, heads, DType::kFloat32);
+    Block partials("layer_bwd", "sums", scratch.take(sums, 0, DType::kFloat32));
+    partials_ = &partials;
     const View dropped = scratch.take(rows, columns, type), dsum = scratch.take(rows, columns, type);
     const View dresidual = cross ? scratch.take(rows, columns, type) : dsum;
     // dx is free for layer norm outputs until its own turn comes.
@@ -209,8 +222,9 @@ class TransformerLayer {
       dprojected = add_norm_bwd(dropped, dresidual, dnormed, residual, out.dbias, second, kSelfOutput);
       norm_again(dx, self_norm, scratch);
       self_attention_bwd(dnormed, dprojected, dx, false, scratch);
-      run(layer_norm_bwd(dx, self_norm.dweight, self_norm.dbias, sums_, dnormed, dresidual, x, self_norm.mean,
-                         self_norm.rstd, self_norm.weight, used, accumulate, stream));
+      const Part part = take_part({self_norm.dweight, self_norm.dbias});
+      run(layer_norm_bwd(dx, self_norm.dweight, self_norm.dbias, part.workspace, part.rows, dnormed, dresidual, x,
+                         self_norm.mean, self_norm.rstd, self_norm.weight, used, accumulate, stream));
     } else {
       NormLayer& second = cross ? cross_norm : self_norm;
       View dprojected = add_norm_bwd(dropped, dsum, dy, View(), fc2.dbias, final_norm, kFfnOutput);
@@ -224,10 +238,16 @@ class TransformerLayer {
       dprojected = add_norm_bwd(dropped, dx, dresidual, View(), out.dbias, self_norm, kSelfOutput);
       self_attention_bwd(dx, dprojected, x, true, scratch);
     }
+    add_column_sums();
     return error_;
   }
 
  private:
+  // Where an operator leaves its partial rows, and their number.
+  struct Part {
+    TensorRef workspace, rows;
+  };
+
   void run(cudaError_t error) {
     if (error_ == cudaSuccess) error_ = error;
   }
@@ -285,19 +305,46 @@ class TransformerLayer {
     scratch.release(mark);
   }
 
+  Part take_part(std::initializer_list<View> gradients) {
+    const int count = static_cast<int>(gradients.size());
+    const View workspace = partials_->take(kMaxRowBlocks * count * gradients.begin()->ref.sizes[0], 0, DType::kFloat32);
+    TensorRef rows_ref;
+    rows_ref.data = &partial_rows_[parts_];
+    rows_ref.dtype = DType::kInt64;
+    rows_ref.dims = 1;
+    rows_ref.sizes[0] = 1;
+    for (const View& gradient : gradients) sums_[sums_count_++] = {parts_, gradient.ref, workspace.ref};
+    ++parts_;
+    return {workspace, rows_ref};
+  }
+
+  // Adds up the partial rows that all operators have left, in one launch.
+  void add_column_sums() {
+    ColumnSum items[kMaxSums];
+    for (int i = 0, place = 0; i < sums_count_; ++i, ++place) {
+      if (i == 0 || sums_[i].part != sums_[i - 1].part) place = 0;
+      const int64_t width = sums_[i].gradient.sizes[0], count = partial_rows_[sums_[i].part];
+      items[i] = {sums_[i].gradient.data, sums_[i].partials.as<float>() + place * count * width,
+                  static_cast<int>(count), static_cast<int>(width)};
+    }
+    run(column_sum(items, sums_count_, type, accumulate, stream));
+  }
+
   View add_bwd(const View& dropped, const View& dy, const View& dbias, Site site) {
     const bool drops = dropout > 0;
-    run(bias_dropout_add_bwd(drops ? dropped : View(), dbias, sums_, dy, seed, used, dropout, offset + site, accumulate,
-                             stream));
+    const Part part = take_part({dbias});
+    run(bias_dropout_add_bwd(drops ? dropped : View(), dbias, part.workspace, part.rows, dy, seed, used, dropout,
+                             offset + site, accumulate, stream));
     return drops ? dropped : dy;
   }
 
   View add_norm_bwd(const View& dropped, const View& dresidual, const View& dy, const View& dsum, const View& dbias,
                     const NormLayer& norm, Site site) {
     const bool drops = dropout > 0;
-    run(bias_dropout_add_layer_norm_bwd(drops ? dropped : View(), dresidual, dbias, norm.dweight, norm.dbias, sums_, dy,
-                                        dsum, norm.sum, norm.mean, norm.rstd, norm.weight, seed, used, dropout,
-                                        offset + site, accumulate, stream));
+    const Part part = take_part({norm.dweight, norm.dbias, dbias});
+    run(bias_dropout_add_layer_norm_bwd(drops ? dropped : View(), dresidual, dbias, norm.dweight, norm.dbias,
+                                        part.workspace, part.rows, dy, dsum, norm.sum, norm.mean, norm.rstd,
+                                        norm.weight, seed, used, dropout, offset + site, accumulate, stream));
     return drops ? dropped : dresidual;
   }
 
@@ -309,8 +356,10 @@ class TransformerLayer {
     if (!saves_output) activate(dinner, hidden_);
     weight_gradient(fc2, dy, saves_output ? hidden_ : dinner);
     product(dhidden, dy, fc2.weight, View(), false);
-    run(bias_activation_dropout_bwd(dinner, fc1.dbias, sums_, dhidden, hidden_, saves_output ? View() : fc1.bias, seed,
-                                    used, activation_dropout, offset + kActivation, activation, accumulate, stream));
+    const Part part = take_part({fc1.dbias});
+    run(bias_activation_dropout_bwd(dinner, fc1.dbias, part.workspace, part.rows, dhidden, hidden_,
+                                    saves_output ? View() : fc1.bias, seed, used, activation_dropout,
+                                    offset + kActivation, activation, accumulate, stream));
     weight_gradient(fc1, dinner, input);
     product(dx, dinner, fc1.weight, View(), add);
     scratch.release(mark);
@@ -320,7 +369,7 @@ class TransformerLayer {
     const int64_t mark = scratch.used();
     const View dattended = output_projection_bwd(out, dy, attended_, scratch);
     const View dqkv = scratch.take(rows, 3 * columns, type);
-    run(attention_bwd(split_heads(dqkv), split_heads(dqkv, columns), split_heads(dqkv, 2 * columns), sums_,
+    run(attention_bwd(split_heads(dqkv), split_heads(dqkv, columns), split_heads(dqkv, 2 * columns), row_sums_,
                       split_heads(dattended), split_heads(qkv_), split_heads(qkv_, columns),
                       split_heads(qkv_, 2 * columns), split_heads(attended_), lse_, cu, cu, seed, max_length,
                       max_length, causal, scale(), attention_dropout, offset + kSelfAttention, stream));
@@ -334,10 +383,11 @@ class TransformerLayer {
     const View dattended = output_projection_bwd(cross_out, dy, cross_attended_, scratch);
     const View dquery = scratch.take(rows, columns, type);
     const int64_t first = layer * 2 * columns;
-    run(attention_bwd(split_heads(dquery), split_heads(dkv), split_heads(dkv, columns), sums_, split_heads(dattended),
-                      split_heads(query_), split_heads(kv, first), split_heads(kv, first + columns),
-                      split_heads(cross_attended_), cross_lse_, cu, memory_cu, seed, max_length, memory_max_length,
-                      false, scale(), attention_dropout, offset + kCrossAttention, stream));
+    run(attention_bwd(split_heads(dquery), split_heads(dkv), split_heads(dkv, columns), row_sums_,
+                      split_heads(dattended), split_heads(query_), split_heads(kv, first),
+                      split_heads(kv, first + columns), split_heads(cross_attended_), cross_lse_, cu, memory_cu, seed,
+                      max_length, memory_max_length, false, scale(), attention_dropout, offset + kCrossAttention,
+                      stream));
     projection_bwd(dx, dquery, cross_query, input, add);
     scratch.release(mark);
   }
@@ -350,7 +400,9 @@ class TransformerLayer {
   }
 
   void projection_bwd(const View& dx, const View& dy, const LinearLayer& projection, const View& input, bool add) {
-    run(bias_dropout_add_bwd(View(), projection.dbias, sums_, dy, TensorRef(), used, 0.0, 0, accumulate, stream));
+    const Part part = take_part({projection.dbias});
+    run(bias_dropout_add_bwd(View(), projection.dbias, part.workspace, part.rows, dy, TensorRef(), used, 0.0, 0,
+                             accumulate, stream));
     weight_gradient(projection, dy, input);
     product(dx, dy, projection.weight, View(), add);
   }
@@ -360,7 +412,18 @@ class TransformerLayer {
   }
 
   cudaError_t error_ = cudaSuccess;
-  View sums_, qkv_, attended_, lse_, query_, cross_attended_, cross_lse_, hidden_;
+  View row_sums_, qkv_, attended_, lse_, query_, cross_attended_, cross_lse_, hidden_;
+
+  // The column sums that a backward has begun, those of a part one after another.
+  static constexpr int kMaxParts = 7, kMaxSums = 12;
+  struct Begun {
+    int part;
+    TensorRef gradient, partials;
+  };
+  Block* partials_ = nullptr;  // where parts are taken from
+  Begun sums_[kMaxSums];
+  int64_t partial_rows_[kMaxParts] = {};
+  int parts_ = 0, sums_count_ = 0;
 };
 
 }  // namespace ls_train

@@ -24,9 +24,9 @@ cudaError_t layer_norm_fwd(const TensorRef& y, const TensorRef& mean, const Tens
 }
 
 cudaError_t layer_norm_bwd(const TensorRef& dx, const TensorRef& dweight, const TensorRef& dbias,
-                           const TensorRef& workspace, const TensorRef& dy, const TensorRef& dresidual,
-                           const TensorRef& x, const TensorRef& mean, const TensorRef& rstd, const TensorRef& weight,
-                           const TensorRef& rows, bool accumulate, cudaStream_t stream) {
+                           const TensorRef& workspace, const TensorRef& partial_rows, const TensorRef& dy,
+                           const TensorRef& dresidual, const TensorRef& x, const TensorRef& mean, const TensorRef& rstd,
+                           const TensorRef& weight, const TensorRef& rows, bool accumulate, cudaStream_t stream) {
   return dispatch_type(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     NormBackward<T> a = {};
@@ -41,7 +41,8 @@ cudaError_t layer_norm_bwd(const TensorRef& dx, const TensorRef& dweight, const 
     a.rows = rows.as<int32_t>();
     a.n = x.sizes[0];
     a.columns = static_cast<int>(x.sizes[1]);
-    return launch_layer_norm_bwd<T, false>(a, {{dweight.data, dbias.data}, 2}, x.dtype, accumulate, stream);
+    const ColumnSums sums = {{dweight.data, dbias.data}, 2};
+    return launch_layer_norm_bwd<T, false>(a, sums, x.dtype, accumulate, partial_rows, stream);
   });
 }
 

@@ -272,7 +272,7 @@ cudaError_t launch_ring(const NormBackward<T>& a, int& row_blocks, cudaStream_t 
 
 template <class T, bool kAdd>
 cudaError_t launch_layer_norm_bwd(const NormBackward<T>& a, const ColumnSums& sums, DType dtype, bool accumulate,
-                                  cudaStream_t stream) {
+                                  const TensorRef& partial_rows, cudaStream_t stream) {
   int row_blocks = 0;
   if (a.n > 0 && a.columns > 0) {
     cudaError_t error = cudaSuccess;
@@ -292,7 +292,7 @@ cudaError_t launch_layer_norm_bwd(const NormBackward<T>& a, const ColumnSums& su
     }
     if (error != cudaSuccess) return error;
   }
-  return finish_column_sums(sums, dtype, a.workspace, row_blocks, a.columns, accumulate, stream);
+  return finish_column_sums(sums, dtype, a.workspace, row_blocks, a.columns, accumulate, partial_rows, stream);
 }
 
 }  // namespace ls_train

@@ -7,7 +7,9 @@
 // T: float, half or bfloat16, one type for all activations and parameters of a call. N packed tokens, C model width,
 // B batch, T query length, S key length, H heads, D head dim, V vocabulary. rows: int32 (1,), number of used rows;
 // rows from there on are written as zeros and enter no reduction. seed: int64 (1,). Row tensors are contiguous (N, C).
-// workspace: float scratch for partial column sums, at least sums * min(N, kMaxRowBlocks) * C floats.
+// workspace: float scratch for partial column sums, at least sums * min(N, kMaxRowBlocks) * C floats. partial_rows:
+// int64 (1,) in host memory. With it the partial rows [sum][row][C] stay in the workspace, their number is written
+// there and the gradients are left to column_sum.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,22 +21,31 @@ namespace ls_train {
 // Most partial rows that a column reduction keeps in its workspace; ops/*.py size the workspaces by the same number.
 constexpr int kMaxRowBlocks = 264;
 
+// partial: (rows, columns) float; gradient: (columns,) T
+struct ColumnSum {
+  void* gradient;
+  const float* partial;
+  int rows, columns;
+};
+// Adds up the partial rows of each sum, into what the gradients hold with accumulate. No two gradients may overlap.
+cudaError_t column_sum(const ColumnSum* sums, int count, DType dtype, bool accumulate, cudaStream_t stream);
+
 // x, y: (N, C) T; mean, rstd: (N,) float; weight, bias: (C,) T
 cudaError_t layer_norm_fwd(const TensorRef& y, const TensorRef& mean, const TensorRef& rstd, const TensorRef& x,
                            const TensorRef& weight, const TensorRef& bias, const TensorRef& rows, double eps,
                            cudaStream_t stream);
 cudaError_t layer_norm_bwd(const TensorRef& dx, const TensorRef& dweight, const TensorRef& dbias,
-                           const TensorRef& workspace, const TensorRef& dy, const TensorRef& dresidual,
-                           const TensorRef& x, const TensorRef& mean, const TensorRef& rstd, const TensorRef& weight,
-                           const TensorRef& rows, bool accumulate, cudaStream_t stream);
+                           const TensorRef& workspace, const TensorRef& partial_rows, const TensorRef& dy,
+                           const TensorRef& dresidual, const TensorRef& x, const TensorRef& mean, const TensorRef& rstd,
+                           const TensorRef& weight, const TensorRef& rows, bool accumulate, cudaStream_t stream);
 
 // x, residual, y: (N, C) T; bias, dbias: (C,) T
 cudaError_t bias_dropout_add_fwd(const TensorRef& y, const TensorRef& x, const TensorRef& bias,
                                  const TensorRef& residual, const TensorRef& seed, const TensorRef& rows, double p,
                                  int64_t offset, cudaStream_t stream);
 cudaError_t bias_dropout_add_bwd(const TensorRef& dx, const TensorRef& dbias, const TensorRef& workspace,
-                                 const TensorRef& dy, const TensorRef& seed, const TensorRef& rows, double p,
-                                 int64_t offset, bool accumulate, cudaStream_t stream);
+                                 const TensorRef& partial_rows, const TensorRef& dy, const TensorRef& seed,
+                                 const TensorRef& rows, double p, int64_t offset, bool accumulate, cudaStream_t stream);
 
 // sum = residual + dropout(x + bias), y = LN(sum): (N, C) T; mean, rstd: (N,) float; weight, norm_bias, bias: (C,) T
 cudaError_t bias_dropout_add_layer_norm_fwd(const TensorRef& y, const TensorRef& sum, const TensorRef& mean,
@@ -44,19 +55,20 @@ cudaError_t bias_dropout_add_layer_norm_fwd(const TensorRef& y, const TensorRef&
                                             double eps, double p, int64_t offset, cudaStream_t stream);
 cudaError_t bias_dropout_add_layer_norm_bwd(const TensorRef& dx, const TensorRef& dresidual, const TensorRef& dbias,
                                             const TensorRef& dweight, const TensorRef& dnorm_bias,
-                                            const TensorRef& workspace, const TensorRef& dy, const TensorRef& dsum,
-                                            const TensorRef& sum, const TensorRef& mean, const TensorRef& rstd,
-                                            const TensorRef& weight, const TensorRef& seed, const TensorRef& rows,
-                                            double p, int64_t offset, bool accumulate, cudaStream_t stream);
+                                            const TensorRef& workspace, const TensorRef& partial_rows,
+                                            const TensorRef& dy, const TensorRef& dsum, const TensorRef& sum,
+                                            const TensorRef& mean, const TensorRef& rstd, const TensorRef& weight,
+                                            const TensorRef& seed, const TensorRef& rows, double p, int64_t offset,
+                                            bool accumulate, cudaStream_t stream);
 
 // x, y, saved: (N, C) T; bias, dbias: (C,) T. saved is y for relu and x otherwise.
 cudaError_t bias_activation_dropout_fwd(const TensorRef& y, const TensorRef& x, const TensorRef& bias,
                                         const TensorRef& seed, const TensorRef& rows, double p, int64_t offset,
                                         Activation activation, cudaStream_t stream);
 cudaError_t bias_activation_dropout_bwd(const TensorRef& dx, const TensorRef& dbias, const TensorRef& workspace,
-                                        const TensorRef& dy, const TensorRef& saved, const TensorRef& bias,
-                                        const TensorRef& seed, const TensorRef& rows, double p, int64_t offset,
-                                        Activation activation, bool accumulate, cudaStream_t stream);
+                                        const TensorRef& partial_rows, const TensorRef& dy, const TensorRef& saved,
+                                        const TensorRef& bias, const TensorRef& seed, const TensorRef& rows, double p,
+                                        int64_t offset, Activation activation, bool accumulate, cudaStream_t stream);
 
 // q, dq: (Nq, H, D) T, k, v, dk, dv: (Nk, H, D) T, last dimension contiguous, row and head strides free;
 // out, dout: (Nq, H, D) T contiguous; lse: (Nq, H) float; cu_q, cu_k: (B + 1,) int32

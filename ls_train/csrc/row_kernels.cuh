@@ -223,13 +223,14 @@ __device__ __forceinline__ void write_partial(float* partial, const float (&sums
   }
 }
 
-// Adds the partial rows of up to three sums and writes (or adds, with accumulate) the gradients, (columns,) T each.
+// What becomes of the partial rows of up to three sums. Without partial_rows they are added up into the gradients,
+// (columns,) T each; otherwise they stay, and their number goes to partial_rows, for a later column_sum.
 constexpr int kMaxColumnSums = 3;
 struct ColumnSums {
   void* outputs[kMaxColumnSums];
   int count;
 };
 cudaError_t finish_column_sums(const ColumnSums& sums, DType dtype, const float* workspace, int row_blocks, int columns,
-                               bool accumulate, cudaStream_t stream);
+                               bool accumulate, const TensorRef& partial_rows, cudaStream_t stream);
 
 }  // namespace ls_train

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ls_train.layers.call import CROSS_ATTENTION, SELF_ATTENTION, Pass
 from ls_train.layers.linear import project, project_gradient
-from ls_train.layers.residual import column_sums
+from ls_train.layers.residual import bias_gradient
 from ls_train.memory import Field
 from ls_train.params import transposed
 
@@ -55,7 +55,7 @@ def self_attention_fwd(y: Tensor, x: Tensor, run: Pass) -> None:
 
 def self_attention_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate: bool) -> None:
     """Write (or add, with ``accumulate``) the gradient of :func:`self_attention_fwd`'s input into ``dx``."""
-    call, p, saved, scratch, writer = run
+    call, p, saved, scratch, writer, *_ = run
     with scratch:
         dattended = _output_projection_bwd(dy, "out_weight", saved.attended, run)
         dqkv = scratch.take(saved.qkv.shape, x.dtype)
@@ -70,7 +70,7 @@ def self_attention_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate:
             SELF_ATTENTION,
             run,
         )
-        column_sums(("q_bias", "k_bias", "v_bias"), dqkv, writer, call.rows)
+        bias_gradient(("q_bias", "k_bias", "v_bias"), dqkv, writer, run.column_sums, call.rows)
         writer.linear(("q_weight", "k_weight", "v_weight"), dqkv, x)
         project_gradient(dx, dqkv, (p.q_weight, p.k_weight, p.v_weight), accumulate)
 
@@ -108,7 +108,7 @@ def cross_attention_bwd(
         dx: (N, C), written, or added to with ``accumulate``.
         dkv: (Ns, 2C), this layer's part of the gradient of ``kv``, written; rows may lie apart.
     """
-    call, p, saved, scratch, writer = run
+    call, p, saved, scratch, writer, *_ = run
     with scratch:
         dattended = _output_projection_bwd(dy, "cross_out_weight", saved.cross_attended, run)
         dquery = scratch.take(saved.query.shape, x.dtype)
@@ -123,7 +123,7 @@ def cross_attention_bwd(
             CROSS_ATTENTION,
             run,
         )
-        column_sums(("cross_q_bias",), dquery, writer, call.rows)
+        bias_gradient(("cross_q_bias",), dquery, writer, run.column_sums, call.rows)
         writer.linear(("cross_q_weight",), dquery, x)
         project_gradient(dx, dquery, (p.cross_q_weight,), accumulate)
 
@@ -150,7 +150,7 @@ def _attention_bwd(
     heads, head_dim = inputs[0].shape[1:]
     ops.attention_bwd(
         *gradients,
-        run.writer.sums,
+        run.row_sums,
         run.scratch.view(dattended, _split_heads, heads),
         *inputs,
         lse,

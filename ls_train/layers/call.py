@@ -6,14 +6,18 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from ls_train.layers.column_sums import ColumnSums, aligned_sums
 from ls_train.layers.gradients import GradientWriter
 from ls_train.memory import Workspace, aligned
+from ls_train.ops._arguments import statistics_dtype
 from ls_train.ops.attention import attention_workspace
 from ls_train.ops.bias_activation_dropout import bias_activation_dropout_workspace
 from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
 from ls_train.ops.bias_dropout_add_layer_norm import bias_dropout_add_layer_norm_workspace
+from ls_train.ops.layer_norm import layer_norm_workspace
 
 SITES = 8
 """Dropout sites reserved for a layer: site s of the layer with ``rng_offset`` o is constant ``o + s``."""
@@ -69,6 +73,8 @@ class Pass(NamedTuple):
         saved: tensors in the saved block by name.
         scratch: workspace.
         writer: in a backward, where parameter gradients go.
+        row_sums: in a backward, scratch for the attention's sums over rows.
+        column_sums: in a backward, the column sums that become gradients of biases and norms.
     """
 
     call: Call
@@ -76,6 +82,31 @@ class Pass(NamedTuple):
     saved: SimpleNamespace
     scratch: Workspace
     writer: GradientWriter | None = None
+    row_sums: Tensor | None = None
+    column_sums: ColumnSums | None = None
+
+
+def backward_pass(
+    call: Call,
+    parameters: NamedTuple,
+    saved: SimpleNamespace,
+    scratch: Workspace,
+    writer: GradientWriter,
+    x: Tensor,
+    sums: int,
+) -> Pass:
+    """Return the :class:`Pass` of a backward, its sums taken from the workspace.
+
+    Args:
+        x: (N, C), the layer's input.
+        sums: from :func:`backward_sums`.
+
+    The other arguments are the attributes.
+    """
+    size = attention_workspace(x.shape[0], call.heads, x.shape[1] // call.heads, x.shape[0])
+    row_sums = scratch.take((size,), torch.float32)
+    column_sums = ColumnSums(scratch.take((sums,), statistics_dtype(x.dtype)))
+    return Pass(call, parameters, saved, scratch, writer, row_sums, column_sums)
 
 
 @lru_cache(maxsize=1024)
@@ -85,33 +116,36 @@ def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int) -> i
 
 
 @lru_cache(maxsize=1024)
-def backward_sums(rows: int, keys: int, embed_dim: int, ffn_dim: int, heads: int) -> int:
-    """Return the largest number of float32 elements that an operator of a layer's backward needs for its sums.
+def backward_sums(rows: int, embed_dim: int, ffn_dim: int, cross: bool, normalize_before: bool) -> int:
+    """Return the number of elements that the column sums of a layer's backward need until they are added up.
 
     Args:
         rows: N.
-        keys: rows of the encoder's output, 0 without cross attention.
         embed_dim: C.
         ffn_dim: F.
-        heads: H.
+        cross: with cross attention.
+        normalize_before: pre-norm.
     """
-    return max(
-        bias_dropout_add_workspace(rows, 3 * embed_dim),
-        bias_dropout_add_layer_norm_workspace(rows, embed_dim),
-        bias_activation_dropout_workspace(rows, ffn_dim),
-        attention_workspace(rows, heads, embed_dim // heads, rows),
-        attention_workspace(rows, heads, embed_dim // heads, keys),
-    )
+    norm = bias_dropout_add_layer_norm_workspace(rows, embed_dim)
+    bias = bias_dropout_add_workspace(rows, embed_dim)
+    parts = [bias_dropout_add_workspace(rows, 3 * embed_dim), bias_activation_dropout_workspace(rows, ffn_dim), norm]
+    parts += [bias, layer_norm_workspace(rows, embed_dim)] if normalize_before else [norm]
+    if cross:
+        parts += [bias, norm]
+    return sum(map(aligned_sums, parts))
 
 
 @lru_cache(maxsize=1024)
-def backward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, sums: int, buffers: int) -> int:
+def backward_scratch(
+    rows: int, embed_dim: int, ffn_dim: int, heads: int, itemsize: int, sums: int, buffers: int
+) -> int:
     """Return the bytes of workspace that a layer's backward takes.
 
     Args:
         rows: N.
         embed_dim: C.
         ffn_dim: F.
+        heads: H.
         itemsize: bytes of an activation.
         sums: from :func:`backward_sums`.
         buffers: number of (N, C) buffers that live through the whole backward.
@@ -120,4 +154,6 @@ def backward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int, sum
     feed_forward = 2 * aligned(rows * ffn_dim * itemsize)
     attention = matrix + aligned(3 * rows * embed_dim * itemsize)
     statistics = 2 * aligned(rows * max(4, itemsize))
-    return buffers * matrix + aligned(4 * sums) + max(feed_forward, attention, statistics)
+    row_sums = aligned(4 * attention_workspace(rows, heads, embed_dim // heads, rows))
+    column_sums = aligned(max(4, itemsize) * sums)
+    return buffers * matrix + row_sums + column_sums + max(feed_forward, attention, statistics)

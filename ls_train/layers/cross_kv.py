@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train.layers import modules
+from ls_train.layers.column_sums import ColumnSums
 from ls_train.layers.gradients import GradientWriter, Held, given, hold, save_parameters, saved_parameters
 from ls_train.layers.linear import project, project_gradient
-from ls_train.layers.residual import column_sums
+from ls_train.layers.residual import bias_gradient
 from ls_train.memory import workspace
+from ls_train.ops._arguments import statistics_dtype
 from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
 from ls_train.packing import Packing
 
@@ -60,9 +62,10 @@ class CrossKVFunction(torch.autograd.Function):
         names = range(len(parameters))
         dkv = dkv.contiguous()
         with workspace(memory) as scratch:
-            sums = scratch.take((bias_dropout_add_workspace(*dkv.shape),), torch.float32)
-            writer = GradientWriter.of(ctx, dict(enumerate(names)), parameters, sums, scratch)
-            column_sums(names[1::2], dkv, writer, ctx.rows)
+            sums = ColumnSums(scratch.take((bias_dropout_add_workspace(*dkv.shape),), statistics_dtype(dkv.dtype)))
+            writer = GradientWriter.of(ctx, dict(enumerate(names)), parameters, scratch)
+            bias_gradient(names[1::2], dkv, writer, sums, ctx.rows)
+            sums.finish()
             writer.linear(names[::2], dkv, memory)
         dmemory = None
         if ctx.needs_input_grad[1]:

@@ -26,6 +26,7 @@ from ls_train.layers.call import (
     SELF_OUTPUT,
     Call,
     Pass,
+    backward_pass,
     backward_scratch,
     backward_sums,
     forward_scratch,
@@ -123,8 +124,9 @@ class DecoderLayerFunction(torch.autograd.Function):
         dy, dx = dy.contiguous(), torch.empty_like(x)
         (rows, size), ffn_dim = x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
         columns = slice(call.layer * 2 * size, (call.layer + 1) * 2 * size)
-        sums = backward_sums(rows, kv.shape[0], size, ffn_dim, call.heads)
-        temporary = backward_scratch(rows, size, ffn_dim, x.itemsize, sums, 4 if call.normalize_before else 3)
+        sums = backward_sums(rows, size, ffn_dim, True, call.normalize_before)
+        buffers = 4 if call.normalize_before else 3
+        temporary = backward_scratch(rows, size, ffn_dim, call.heads, x.itemsize, sums, buffers)
         with workspace(x, temporary) as scratch:
             writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
             if needed[3]:
@@ -133,9 +135,10 @@ class DecoderLayerFunction(torch.autograd.Function):
                 dkv, dkv_slice = None, scratch.take((kv.shape[0], 2 * size), x.dtype)
             memory = (scratch, temporary, x, kv, block, parameters)
             if not layer_backward(dx, dkv_slice, dy, *memory, _GROUPS, writer, layout, call, sums):
-                writer.sums = scratch.take((sums,), torch.float32)
                 saved = layout.views(block) if saved is None else saved
-                _backward(dx, dkv_slice, dy, x, kv, Pass(call, DecoderParameters(*parameters), saved, scratch, writer))
+                run = backward_pass(call, DecoderParameters(*parameters), saved, scratch, writer, x, sums)
+                _backward(dx, dkv_slice, dy, x, kv, run)
+                run.column_sums.finish()
             if dkv is not None:
                 dkv = finish_slice(dkv, dkv_slice, columns)
         return None, None, dx if needed[2] else None, dkv, *writer.finish()

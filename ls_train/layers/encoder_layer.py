@@ -12,7 +12,16 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train.layers import modules, residual
 from ls_train.layers.attention import self_attention_bwd, self_attention_fields, self_attention_fwd
-from ls_train.layers.call import FFN_OUTPUT, SELF_OUTPUT, Call, Pass, backward_scratch, backward_sums, forward_scratch
+from ls_train.layers.call import (
+    FFN_OUTPUT,
+    SELF_OUTPUT,
+    Call,
+    Pass,
+    backward_pass,
+    backward_scratch,
+    backward_sums,
+    forward_scratch,
+)
 from ls_train.layers.compiled import layer_backward, layer_forward, parameter_groups
 from ls_train.layers.config import LayerConfig, from_preset
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
@@ -90,15 +99,17 @@ class EncoderLayerFunction(torch.autograd.Function):
         call, layout = ctx.call, ctx.layout
         dy, dx = dy.contiguous(), torch.empty_like(x)
         (rows, size), ffn_dim = x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
-        sums = backward_sums(rows, 0, size, ffn_dim, call.heads)
-        temporary = backward_scratch(rows, size, ffn_dim, x.itemsize, sums, 3 if call.normalize_before else 2)
+        sums = backward_sums(rows, size, ffn_dim, False, call.normalize_before)
+        buffers = 3 if call.normalize_before else 2
+        temporary = backward_scratch(rows, size, ffn_dim, call.heads, x.itemsize, sums, buffers)
         with workspace(x, temporary) as scratch:
             writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
             memory = (scratch, temporary, x, None, block, parameters)
             if not layer_backward(dx, None, dy, *memory, _GROUPS, writer, layout, call, sums):
-                writer.sums = scratch.take((sums,), torch.float32)
                 saved = layout.views(block) if saved is None else saved
-                _backward(dx, dy, x, Pass(call, EncoderParameters(*parameters), saved, scratch, writer))
+                run = backward_pass(call, EncoderParameters(*parameters), saved, scratch, writer, x, sums)
+                _backward(dx, dy, x, run)
+                run.column_sums.finish()
         return None, None, dx if ctx.needs_input_grad[2] else None, *writer.finish()
 
 

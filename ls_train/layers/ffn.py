@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ls_train.layers.call import ACTIVATION, Call, Pass
 from ls_train.layers.linear import project_gradient
-from ls_train.ops.bias_activation_dropout import saves_output
+from ls_train.ops.bias_activation_dropout import bias_activation_dropout_workspace, saves_output
 from ls_train.params import transposed
 
 ops = torch.ops.ls_train
@@ -18,7 +18,7 @@ def feed_forward_fwd(y: Tensor, x: Tensor, run: Pass) -> None:
 
     For relu ``saved.hidden`` is the activation's output, otherwise its input (the output is computed again).
     """
-    call, p, saved, scratch, _ = run
+    call, p, saved, scratch, *_ = run
     with scratch:
         inner = scratch.take(saved.hidden.shape, x.dtype)
         before, after = (inner, saved.hidden) if saves_output(call.activation) else (saved.hidden, inner)
@@ -29,7 +29,7 @@ def feed_forward_fwd(y: Tensor, x: Tensor, run: Pass) -> None:
 
 def feed_forward_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate: bool) -> None:
     """Write (or add, with ``accumulate``) the gradient of :func:`feed_forward_fwd`'s input into ``dx``."""
-    call, p, saved, scratch, writer = run
+    call, p, saved, scratch, writer, *_ = run
     shape = saved.hidden.shape
     with scratch:
         dhidden = scratch.take(shape, x.dtype)
@@ -43,10 +43,11 @@ def feed_forward_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate: b
         writer.linear(("fc2_weight",), dy, hidden)
         torch.mm(dy, p.fc2_weight, out=dhidden)
         (dbias,), add = writer.open(("fc1_bias",))
+        sums = run.column_sums.part((dbias,), add, bias_activation_dropout_workspace(*shape))
         ops.bias_activation_dropout_bwd(
             dinner,
             dbias,
-            writer.sums,
+            *sums,
             dhidden,
             saved.hidden,
             bias,

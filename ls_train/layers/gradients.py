@@ -85,6 +85,11 @@ def saved_parameters(ctx: FunctionCtx, count: int) -> tuple[Sequence[Tensor], Se
     return saved, ctx.held.tensors
 
 
+def _repeats(leaves: Sequence[Tensor | None]) -> bool:
+    known = [id(leaf) for leaf in leaves if leaf is not None]
+    return len(set(known)) < len(known)
+
+
 class _Opened(NamedTuple):
     members: Sequence[int]
     tensor: Tensor
@@ -102,12 +107,10 @@ class GradientWriter:
         parameters: the parameters as saved for the backward (hooks may have replaced them).
         leaves: the same parameters as the module holds them, which decides about slots; None for none.
         needed: whether autograd wants each gradient.
-        sums: float32 scratch for the operators' column sums, large enough for each of them.
         scratch: where the caller's temporaries come from.
 
     Attributes:
-        sums: the scratch for column sums, which may be set later.
-        complete: whether autograd wants the gradients of all parameters.
+        complete: whether autograd wants the gradients of all parameters, none of which comes twice.
     """
 
     def __init__(
@@ -116,13 +119,11 @@ class GradientWriter:
         parameters: Sequence[Tensor],
         leaves: Sequence[Tensor | None],
         needed: Sequence[bool],
-        sums: Tensor | None = None,
         scratch: Workspace | None = None,
     ) -> None:
-        self.sums = sums
-        self.complete = all(needed)
         self._scratch = scratch
-        self._direct: GradSlots | None = grad_slots(leaves) if self.complete else None
+        self._direct: GradSlots | None = grad_slots(leaves) if all(needed) else None
+        self.complete = self._direct is not None or (all(needed) and not _repeats(leaves))
         self._written = None if self._direct is None else self._direct.state()
         if self._written is None:
             self._direct = None
@@ -143,7 +144,6 @@ class GradientWriter:
         ctx: FunctionCtx,
         index: Mapping[Hashable, int],
         parameters: Sequence[Tensor],
-        sums: Tensor | None = None,
         scratch: Workspace | None = None,
     ) -> GradientWriter:
         """Return the writer of a backward whose last arguments were ``parameters``, saved by :func:`save_parameters`.
@@ -152,8 +152,8 @@ class GradientWriter:
         """
         if ctx.held is None:
             needed = ctx.needs_input_grad[-len(parameters) :]
-            return cls(index, parameters, ctx.leaves, needed, sums, scratch)
-        writer = cls(index, parameters, parameters, (True,) * len(parameters), sums, scratch)
+            return cls(index, parameters, ctx.leaves, needed, scratch)
+        writer = cls(index, parameters, parameters, (True,) * len(parameters), scratch)
         writer._held = True
         return writer
 

@@ -94,8 +94,8 @@ def memory_plan(
         optimizer=count * state,
         saved=saved,
         workspace=max(
-            _scratch(config.encoder, source_tokens, 0, 2, dtype),
-            _scratch(config.decoder, tokens, source_tokens, 3, dtype),
+            _scratch(config.encoder, source_tokens, False, dtype),
+            _scratch(config.decoder, tokens, True, dtype),
         ),
         # Features, their gradient, the logits of a chunk and the weight's gradient before it is rounded.
         criterion=2 * activation
@@ -115,7 +115,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scratch(layer: LayerConfig, rows: int, keys: int, buffers: int, dtype: torch.dtype) -> int:
+def _scratch(layer: LayerConfig, rows: int, cross: bool, dtype: torch.dtype) -> int:
     size, inner = layer.hidden_size, layer.intermediate_size
-    sums = backward_sums(rows, keys, size, inner, layer.nhead)
-    return round_size(backward_scratch(rows, size, inner, dtype.itemsize, sums, buffers + layer.pre_layer_norm))
+    sums, buffers = backward_sums(rows, size, inner, cross, layer.pre_layer_norm), 2 + cross + layer.pre_layer_norm
+    return round_size(backward_scratch(rows, size, inner, layer.nhead, dtype.itemsize, sums, buffers))

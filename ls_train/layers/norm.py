@@ -37,10 +37,10 @@ class NormFunction(torch.autograd.Function):
         dx = torch.empty_like(x)
         with workspace(x) as scratch:
             sums = scratch.take((layer_norm_workspace(*x.shape),), torch.float32)
-            writer = GradientWriter.of(ctx, _INDEX, parameters, sums)
+            writer = GradientWriter.of(ctx, _INDEX, parameters)
             (dweight, dbias), add = writer.open(("weight",), ("bias",), always=True)
             ops.layer_norm_bwd(
-                dx, dweight, dbias, sums, dy.contiguous(), None, x, mean, rstd, parameters[0], ctx.rows, add
+                dx, dweight, dbias, sums, None, dy.contiguous(), None, x, mean, rstd, parameters[0], ctx.rows, add
             )
         return None, None, dx, *writer.finish()
 

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from ls_train.layers.call import Pass
+from ls_train.layers.column_sums import ColumnSums
 from ls_train.layers.gradients import GradientWriter
 from ls_train.memory import Field
+from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
+from ls_train.ops.bias_dropout_add_layer_norm import bias_dropout_add_layer_norm_workspace
+from ls_train.ops.layer_norm import layer_norm_workspace
 
 ops = torch.ops.ls_train
 
@@ -56,7 +60,7 @@ def norm_bwd(dx: Tensor, dy: Tensor, dresidual: Tensor, x: Tensor, name: str, ru
         dx,
         dweight,
         dbias,
-        writer.sums,
+        *run.column_sums.part((dweight, dbias), add, layer_norm_workspace(*x.shape)),
         dy,
         dresidual,
         x,
@@ -83,7 +87,7 @@ def add_bwd(dx: Tensor, dy: Tensor, bias: str, site: int, run: Pass) -> Tensor:
         ops.bias_dropout_add_bwd(
             dx if dropped else None,
             dbias,
-            writer.sums,
+            *run.column_sums.part((dbias,), add, bias_dropout_add_workspace(*dy.shape)),
             dy,
             call.seed,
             call.rows,
@@ -135,6 +139,7 @@ def add_norm_bwd(
     """
     call, parameters, saved, writer = run.call, run.parameters, run.saved, run.writer
     (dweight, dnorm_bias, dbias), add = writer.open((f"{name}_weight",), (f"{name}_bias",), (bias,), always=True)
+    size = bias_dropout_add_layer_norm_workspace(*dy.shape)
     dropped = call.dropout > 0
     ops.bias_dropout_add_layer_norm_bwd(
         dx if dropped else None,
@@ -142,7 +147,7 @@ def add_norm_bwd(
         dbias,
         dweight,
         dnorm_bias,
-        writer.sums,
+        *run.column_sums.part((dweight, dnorm_bias, dbias), add, size),
         dy,
         dsum,
         getattr(saved, f"{name}_sum"),
@@ -158,8 +163,11 @@ def add_norm_bwd(
     return dx if dropped else dresidual
 
 
-def column_sums(names: Sequence[Hashable], dy: Tensor, writer: GradientWriter, rows: Tensor) -> None:
-    """Write the column sums of ``dy`` as the gradient of joined biases ``names``."""
+def bias_gradient(
+    names: Sequence[Hashable], dy: Tensor, writer: GradientWriter, sums: ColumnSums, rows: Tensor
+) -> None:
+    """Begin the column sums of ``dy``, the gradient of joined biases ``names``."""
     (dbias,), add = writer.open(names)
     if dbias is not None:
-        ops.bias_dropout_add_bwd(None, dbias, writer.sums, dy, None, rows, 0.0, 0, add)
+        part = sums.part((dbias,), add, bias_dropout_add_workspace(*dy.shape))
+        ops.bias_dropout_add_bwd(None, dbias, *part, dy, None, rows, 0.0, 0, add)

@@ -5,6 +5,7 @@ from ls_train.ops.attention import attention
 from ls_train.ops.bias_activation_dropout import bias_activation_dropout
 from ls_train.ops.bias_dropout_add import bias_dropout_add
 from ls_train.ops.bias_dropout_add_layer_norm import bias_dropout_add_layer_norm
+from ls_train.ops.column_sum import column_sum
 from ls_train.ops.cross_entropy import cross_entropy
 from ls_train.ops.dropout import dropout
 from ls_train.ops.embedding import embedding
@@ -21,6 +22,7 @@ __all__ = [
     "bias_activation_dropout",
     "bias_dropout_add",
     "bias_dropout_add_layer_norm",
+    "column_sum",
     "cross_entropy",
     "dropout",
     "embedding",

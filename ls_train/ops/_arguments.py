@@ -166,13 +166,27 @@ class Arguments:
             self.fail(ValueError, "seed", f"is missing with p = {p}; pass ls_train.rng.draw_seed(device)")
         self.tensor("seed", seed, (1,), torch.int64)
 
-    def workspace(self, workspace: Tensor | None, needed: int) -> None:
-        """Check that the float32 scratch holds ``needed`` numbers."""
+    def workspace(
+        self, workspace: Tensor | None, needed: int, dtype: torch.dtype = torch.float32, name: str = "workspace"
+    ) -> None:
+        """Check that the scratch of ``dtype``, argument ``name``, holds ``needed`` numbers."""
         if workspace is None:
-            self.fail(ValueError, "workspace", f"is missing; pass a float32 tensor of {needed} elements")
-        self.tensor("workspace", workspace, (workspace.numel(),), torch.float32)
+            self.fail(ValueError, name, f"is missing; pass a {dtype} tensor of {needed} elements")
+        self.tensor(name, workspace, (workspace.numel(),), dtype)
         if workspace.numel() < needed:
-            self.fail(ValueError, "workspace", f"has {workspace.numel()} elements; it needs {needed}")
+            self.fail(ValueError, name, f"has {workspace.numel()} elements; it needs {needed}")
+
+    def column_sums(self, workspace: Tensor | None, partial_rows: Tensor | None, needed: int) -> None:
+        """Check the scratch for column sums and where the number of partial rows that stay in it is to go."""
+        if partial_rows is None:
+            self.workspace(workspace, needed)
+            return
+        self.workspace(workspace, needed, self.statistics)
+        if partial_rows.device.type != "cpu":
+            self.fail(ValueError, "partial_rows", f"is on {partial_rows.device}; it must be on the CPU")
+        if partial_rows.shape != (1,) or partial_rows.dtype != torch.int64:
+            what = f"has shape {tuple(partial_rows.shape)} and dtype {partial_rows.dtype}; it needs (1,) and int64"
+            self.fail(ValueError, "partial_rows", what)
 
     def _contiguous(self, name: str, tensor: Tensor) -> None:
         if not tensor.is_contiguous():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,23 @@ def store_gradient(out: Tensor | None, value: Tensor, accumulate: bool) -> None:
     """Write, or add in the type of ``value``, a parameter gradient."""
     if out is not None:
         out.copy_(out.to(value.dtype) + value if accumulate else value)
+
+
+def finish_sums(
+    gradients: Sequence[Tensor | None],
+    values: Sequence[Tensor],
+    workspace: Tensor | None,
+    partial_rows: Tensor | None,
+    accumulate: bool,
+) -> None:
+    """Write the column sums ``values`` as gradients or, with ``partial_rows``, as one partial row of each sum."""
+    if partial_rows is None:
+        for gradient, value in zip(gradients, values, strict=True):
+            store_gradient(gradient, value, accumulate)
+        return
+    wanted = [value for gradient, value in zip(gradients, values, strict=True) if gradient is not None]
+    partial_rows.fill_(1)
+    workspace[: sum(value.numel() for value in wanted)].copy_(torch.cat(wanted))
 
 
 def drop(x: Tensor, seed: Tensor | None, offset: int, p: float) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from ls_train import rng
 from ls_train._library import define, reference
 from ls_train.ops._arguments import ROW_BLOCKS, Arguments, check_kinds
-from ls_train.ops._reference import drop, store, store_gradient, used_rows, wide
+from ls_train.ops._reference import drop, finish_sums, store, used_rows, wide
 
 define(
     "bias_activation_dropout_fwd",
@@ -24,8 +24,8 @@ define(
 )
 define(
     "bias_activation_dropout_bwd",
-    "(Tensor(a!) dx, Tensor(b!)? dbias, Tensor(c!)? workspace, Tensor dy, Tensor saved, Tensor? bias, Tensor? seed,"
-    " Tensor? rows, float p, int offset, str activation, bool accumulate) -> ()",
+    "(Tensor(a!) dx, Tensor(b!)? dbias, Tensor(c!)? workspace, Tensor(d!)? partial_rows, Tensor dy, Tensor saved,"
+    " Tensor? bias, Tensor? seed, Tensor? rows, float p, int offset, str activation, bool accumulate) -> ()",
 )
 
 _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
@@ -74,6 +74,7 @@ def _backward(
     dx: Tensor,
     dbias: Tensor | None,
     workspace: Tensor | None,
+    partial_rows: Tensor | None,
     dy: Tensor,
     saved: Tensor,
     bias: Tensor | None,
@@ -90,7 +91,7 @@ def _backward(
     arguments.tensor("dy", dy, saved.shape)
     arguments.tensor("dbias", dbias, saved.shape[1:])
     if dbias is not None:
-        arguments.workspace(workspace, bias_activation_dropout_workspace(*saved.shape))
+        arguments.column_sums(workspace, partial_rows, bias_activation_dropout_workspace(*saved.shape))
     used = used_rows(rows, saved.shape[0])
     grad, value = wide(dy[:used]), wide(saved[:used])
     if saves_output(activation):
@@ -99,7 +100,8 @@ def _backward(
     else:
         grad = _BACKWARD[activation](drop(grad, seed, offset, p), value if bias is None else value + wide(bias))
     store(dx, grad)
-    store_gradient(dbias, grad.sum(0), accumulate)
+    if dbias is not None:
+        finish_sums((dbias,), (grad.sum(0),), workspace, partial_rows, accumulate)
 
 
 @check_kinds
@@ -179,6 +181,6 @@ class _BiasActivationDropout(torch.autograd.Function):
             dbias = torch.empty_like(bias)
             workspace = saved.new_empty(bias_activation_dropout_workspace(*saved.shape), dtype=torch.float32)
         torch.ops.ls_train.bias_activation_dropout_bwd(
-            dx, dbias, workspace, dy.contiguous(), saved, bias, seed, rows, *ctx.site, False
+            dx, dbias, workspace, None, dy.contiguous(), saved, bias, seed, rows, *ctx.site, False
         )
         return dx, dbias, None, None, None, None, None

@@ -9,7 +9,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from ls_train import rng
 from ls_train._library import define, reference
 from ls_train.ops._arguments import ROW_BLOCKS, Arguments, check_kinds
-from ls_train.ops._reference import drop, store, store_gradient, used_rows, wide
+from ls_train.ops._reference import drop, finish_sums, store, used_rows, wide
 
 define(
     "bias_dropout_add_fwd",
@@ -17,8 +17,8 @@ define(
 )
 define(
     "bias_dropout_add_bwd",
-    "(Tensor(a!)? dx, Tensor(b!)? dbias, Tensor(c!)? workspace, Tensor dy, Tensor? seed, Tensor? rows, float p,"
-    " int offset, bool accumulate) -> ()",
+    "(Tensor(a!)? dx, Tensor(b!)? dbias, Tensor(c!)? workspace, Tensor(d!)? partial_rows, Tensor dy, Tensor? seed,"
+    " Tensor? rows, float p, int offset, bool accumulate) -> ()",
 )
 
 
@@ -53,6 +53,7 @@ def _backward(
     dx: Tensor | None,
     dbias: Tensor | None,
     workspace: Tensor | None,
+    partial_rows: Tensor | None,
     dy: Tensor,
     seed: Tensor | None,
     rows: Tensor | None,
@@ -68,11 +69,12 @@ def _backward(
     arguments.tensor("dx", dx, dy.shape)
     arguments.tensor("dbias", dbias, dy.shape[1:])
     if dbias is not None:
-        arguments.workspace(workspace, bias_dropout_add_workspace(*dy.shape))
+        arguments.column_sums(workspace, partial_rows, bias_dropout_add_workspace(*dy.shape))
     grad = drop(wide(dy[: used_rows(rows, dy.shape[0])]), seed, offset, p)
     if dx is not None:
         store(dx, grad)
-    store_gradient(dbias, grad.sum(0), accumulate)
+    if dbias is not None:
+        finish_sums((dbias,), (grad.sum(0),), workspace, partial_rows, accumulate)
 
 
 @check_kinds
@@ -151,5 +153,5 @@ class _BiasDropoutAdd(torch.autograd.Function):
         if ctx.has_bias:
             dbias = dy.new_empty(dy.shape[1:])
             workspace = dy.new_empty(bias_dropout_add_workspace(*dy.shape), dtype=torch.float32)
-        torch.ops.ls_train.bias_dropout_add_bwd(dx, dbias, workspace, dy, seed, rows, *ctx.site, False)
+        torch.ops.ls_train.bias_dropout_add_bwd(dx, dbias, workspace, None, dy, seed, rows, *ctx.site, False)
         return dx, dbias, dy, None, None, None, None

@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from ls_train import rng
 from ls_train._library import define, reference
 from ls_train.ops._arguments import ROW_BLOCKS, Arguments, check_kinds, statistics_dtype
-from ls_train.ops._reference import drop, store, store_gradient, used_rows
+from ls_train.ops._reference import drop, finish_sums, store, used_rows
 from ls_train.ops.bias_dropout_add import add_dropped
 from ls_train.ops.layer_norm import normalize, normalize_backward
 
@@ -25,8 +25,8 @@ define(
 define(
     "bias_dropout_add_layer_norm_bwd",
     "(Tensor(a!)? dx, Tensor(b!) dresidual, Tensor(c!)? dbias, Tensor(d!) dweight, Tensor(e!) dnorm_bias,"
-    " Tensor(f!) workspace, Tensor dy, Tensor? dsum, Tensor sum, Tensor mean, Tensor rstd, Tensor weight,"
-    " Tensor? seed, Tensor? rows, float p, int offset, bool accumulate) -> ()",
+    " Tensor(f!) workspace, Tensor(g!)? partial_rows, Tensor dy, Tensor? dsum, Tensor sum, Tensor mean, Tensor rstd,"
+    " Tensor weight, Tensor? seed, Tensor? rows, float p, int offset, bool accumulate) -> ()",
 )
 
 
@@ -72,6 +72,7 @@ def _backward(
     dweight: Tensor,
     dnorm_bias: Tensor,
     workspace: Tensor,
+    partial_rows: Tensor | None,
     dy: Tensor,
     dsum: Tensor | None,
     sum: Tensor,
@@ -95,7 +96,7 @@ def _backward(
         arguments.tensor(name, tensor, sum.shape[:1], arguments.statistics)
     arguments.rows(rows)
     arguments.dropout(p, seed, offset)
-    arguments.workspace(workspace, bias_dropout_add_layer_norm_workspace(*sum.shape))
+    arguments.column_sums(workspace, partial_rows, bias_dropout_add_layer_norm_workspace(*sum.shape))
     used = used_rows(rows, sum.shape[0])
     grad, grad_weight, grad_norm_bias = normalize_backward(dy[:used], sum[:used], mean[:used], rstd[:used], weight)
     if dsum is not None:
@@ -104,9 +105,8 @@ def _backward(
     dropped = drop(grad, seed, offset, p)
     if dx is not None:
         store(dx, dropped)
-    store_gradient(dbias, dropped.sum(0), accumulate)
-    store_gradient(dweight, grad_weight, accumulate)
-    store_gradient(dnorm_bias, grad_norm_bias, accumulate)
+    gradients, sums = (dweight, dnorm_bias, dbias), (grad_weight, grad_norm_bias, dropped.sum(0))
+    finish_sums(gradients, sums, workspace, partial_rows, accumulate)
 
 
 @check_kinds
@@ -207,6 +207,7 @@ class _BiasDropoutAddLayerNorm(torch.autograd.Function):
             dweight,
             dnorm_bias,
             workspace,
+            None,
             dy,
             None if dsum is None else dsum.contiguous(),
             total,

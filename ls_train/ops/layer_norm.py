@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train._library import define, reference
 from ls_train.ops._arguments import ROW_BLOCKS, Arguments, check_kinds
-from ls_train.ops._reference import store, store_gradient, used_rows, wide
+from ls_train.ops._reference import finish_sums, store, used_rows, wide
 
 define(
     "layer_norm_fwd",
@@ -21,8 +21,8 @@ define(
 )
 define(
     "layer_norm_bwd",
-    "(Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!) dbias, Tensor(d!) workspace, Tensor dy, Tensor? dresidual,"
-    " Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? rows, bool accumulate) -> ()",
+    "(Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!) dbias, Tensor(d!) workspace, Tensor(e!)? partial_rows, Tensor dy,"
+    " Tensor? dresidual, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? rows, bool accumulate) -> ()",
 )
 
 
@@ -65,6 +65,7 @@ def _backward(
     dweight: Tensor,
     dbias: Tensor,
     workspace: Tensor,
+    partial_rows: Tensor | None,
     dy: Tensor,
     dresidual: Tensor | None,
     x: Tensor,
@@ -81,12 +82,11 @@ def _backward(
         arguments.tensor(name, tensor, weight.shape)
     for name, tensor in (("mean", mean), ("rstd", rstd)):
         arguments.tensor(name, tensor, x.shape[:1], arguments.statistics)
-    arguments.workspace(workspace, layer_norm_workspace(*x.shape))
+    arguments.column_sums(workspace, partial_rows, layer_norm_workspace(*x.shape))
     used = used_rows(rows, x.shape[0])
     grad, grad_weight, grad_bias = normalize_backward(dy[:used], x[:used], mean[:used], rstd[:used], weight)
     store(dx, grad if dresidual is None else grad + dresidual[:used])
-    store_gradient(dweight, grad_weight, accumulate)
-    store_gradient(dbias, grad_bias, accumulate)
+    finish_sums((dweight, dbias), (grad_weight, grad_bias), workspace, partial_rows, accumulate)
 
 
 @check_kinds
@@ -152,6 +152,7 @@ class _LayerNorm(torch.autograd.Function):
             dweight,
             dbias,
             workspace,
+            None,
             dy.contiguous(),
             None if dresidual is None else dresidual.contiguous(),
             x,

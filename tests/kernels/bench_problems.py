@@ -90,7 +90,7 @@ def layer_norm(b: Buffers, rows: int, columns: int) -> Problem:
         {
             "fwd": lambda: leaf.layer_norm_fwd(y, mean, rstd, x, weight, bias, None, 1e-5),
             "bwd": lambda: leaf.layer_norm_bwd(
-                dx, dweight, dbias, scratch, dy, None, x, mean, rstd, weight, None, False
+                dx, dweight, dbias, scratch, None, dy, None, x, mean, rstd, weight, None, False
             ),
         },
         {"fwd": 2 * tensor, "bwd": 3 * tensor},
@@ -111,7 +111,7 @@ def bias_dropout_add(b: Buffers, rows: int, columns: int) -> Problem:
         3,
         {
             "fwd": lambda: leaf.bias_dropout_add_fwd(y, x, bias, residual, b.seed, None, P, _OFFSET),
-            "bwd": lambda: leaf.bias_dropout_add_bwd(dx, dbias, scratch, dy, b.seed, None, P, _OFFSET, False),
+            "bwd": lambda: leaf.bias_dropout_add_bwd(dx, dbias, scratch, None, dy, b.seed, None, P, _OFFSET, False),
         },
         {"fwd": 3 * tensor, "bwd": 2 * tensor},
     )
@@ -141,8 +141,8 @@ def bias_dropout_add_layer_norm(b: Buffers, rows: int, columns: int) -> Problem:
                 y, total, mean, rstd, x, bias, residual, weight, norm_bias, b.seed, None, 1e-5, P, _OFFSET
             ),
             "bwd": lambda: leaf.bias_dropout_add_layer_norm_bwd(
-                dx, dresidual, dbias, dweight, dnorm_bias, scratch, dy, dsum, total, mean, rstd, weight, b.seed, None,
-                P, _OFFSET, False,
+                dx, dresidual, dbias, dweight, dnorm_bias, scratch, None, dy, dsum, total, mean, rstd, weight, b.seed,
+                None, P, _OFFSET, False,
             ),
         },
         {"fwd": 4 * tensor, "bwd": 5 * tensor},
@@ -165,7 +165,7 @@ def bias_activation_dropout(b: Buffers, rows: int, columns: int, activation: str
         {
             "fwd": lambda: leaf.bias_activation_dropout_fwd(y, x, bias, b.seed, None, P, _OFFSET, activation),
             "bwd": lambda: leaf.bias_activation_dropout_bwd(
-                dx, dbias, scratch, dy, saved, bias, b.seed, None, P, _OFFSET, activation, False
+                dx, dbias, scratch, None, dy, saved, bias, b.seed, None, P, _OFFSET, activation, False
             ),
         },
         {"fwd": 2 * tensor, "bwd": 3 * tensor},

@@ -15,7 +15,7 @@ from ls_train.testing import device_types, devices
 assert ops  # declares the operators
 
 Call = tuple[str, dict[str, Any]]
-_GRADIENTS = ("dweight", "dbias", "dnorm_bias")
+_GRADIENTS = ("dweight", "dbias", "dnorm_bias", "gradients")
 on_every_type = pytest.mark.parametrize("device, dtype", device_types())
 _without_gpu = pytest.param("cuda", torch.float32, marks=pytest.mark.skip(reason="needs a CUDA device"))
 on_every_gpu_type = pytest.mark.parametrize(
@@ -42,7 +42,18 @@ def outputs_of(name: str) -> tuple[str, ...]:
 def run(name: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Call an operator and return what it wrote."""
     operator(name)(**arguments)
-    return {out: arguments[out] for out in outputs_of(name) if arguments[out] is not None}
+    return written_by(name, arguments)
+
+
+def written_by(name: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that an operator writes."""
+    written: dict[str, Tensor] = {}
+    for out in outputs_of(name):
+        if isinstance(arguments[out], list):
+            written |= {f"{out}[{i}]": tensor for i, tensor in enumerate(arguments[out])}
+        elif arguments[out] is not None:
+            written[out] = arguments[out]
+    return written
 
 
 def _poison(tensor: Tensor) -> Tensor:
@@ -58,7 +69,12 @@ def _same_layout(tensor: Tensor, device: str | None = None) -> Tensor:
 
 
 def _map(arguments: dict[str, Any], function) -> dict[str, Any]:
-    return {k: function(k, v) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    def mapped(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [mapped(key, item) for item in value]
+        return function(key, value) if isinstance(value, Tensor) else value
+
+    return {key: mapped(key, value) for key, value in arguments.items()}
 
 
 def _shifted(tensor: Tensor) -> Tensor:
@@ -151,13 +167,13 @@ class LeafContract:
         for case in self.calls(device, dtype):
             expected = run(*self.fresh(case))
             name, arguments = self.fresh(case)
-            moved = _map(arguments, lambda _, t: _same_layout(t, "cuda:1").copy_(t))
+            moved = _map(arguments, lambda _, t: _same_layout(t, "cuda:1").copy_(t) if t.is_cuda else t)
             actual = run(name, moved)
             assert torch.cuda.current_device() == 0
             torch.cuda.synchronize(1)
             assert_same({key: value.to("cuda:0") for key, value in actual.items()}, expected)
             for key, tensor in arguments.items():
-                if isinstance(tensor, Tensor):
+                if isinstance(tensor, Tensor) and tensor.is_cuda:
                     with pytest.raises((ValueError, RuntimeError), match=name):
                         run(name, moved | {key: tensor})
 
@@ -192,7 +208,7 @@ class LeafContract:
                 if tensor.numel() > 1 and tensor.shape[-1] > 1:
                     wrong["strides"] = _strided(tensor)
                 if device == "cuda":
-                    wrong["device"] = tensor.cpu()
+                    wrong["device"] = tensor.cpu() if tensor.is_cuda else tensor.cuda()
                 for kind, bad in wrong.items():
                     with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
                         run(name, arguments | {key: bad})
@@ -234,13 +250,15 @@ class LeafContract:
             if "accumulate" not in arguments:
                 continue
             expected = run(name, arguments | {"accumulate": False})
-            _, again = self.fresh(case)
-            for key in _GRADIENTS:
-                if again.get(key) is not None:
-                    again[key] = (
-                        torch.linspace(-1, 1, again[key].numel(), device=device).view(again[key].shape).to(dtype)
-                    )
-                    expected[key] = again[key] + expected[key]
+
+            def held(key: str, tensor: Tensor) -> Tensor:
+                values = torch.linspace(-1, 1, tensor.numel(), device=device).view(tensor.shape).to(dtype)
+                return values if key in _GRADIENTS else tensor
+
+            again = _map(self.fresh(case)[1], held)
+            for key, value in written_by(name, again).items():
+                if key.split("[")[0] in _GRADIENTS:
+                    expected[key] = value + expected[key]
             assert_same(run(name, again | {"accumulate": True}), expected, exact=False)
 
 

@@ -33,7 +33,7 @@ class TestLeaf(LeafContract):
             forward = call("bias_activation_dropout_fwd", y=y.clone(), x=x, bias=bias, **site, activation=activation)
             run(*forward)
             backward = {
-                "dx": dx, "dbias": dbias, "workspace": workspace, "dy": dy, "bias": bias,
+                "dx": dx, "dbias": dbias, "workspace": workspace, "partial_rows": None, "dy": dy, "bias": bias,
                 "saved": forward[1]["y"] if activation == "relu" else x, "activation": activation,
                 "accumulate": False,
             }  # fmt: skip
@@ -83,7 +83,8 @@ def test_relu_backward_needs_no_random_numbers(device: str, dtype: torch.dtype) 
     y, dx, dy = torch.empty_like(x), torch.empty_like(x), torch.randn_like(x)
     seed = seed_tensor(11, device)
     torch.ops.ls_train.bias_activation_dropout_fwd(y, x, None, seed, None, 0.3, 4, "relu")
-    torch.ops.ls_train.bias_activation_dropout_bwd(dx, None, None, dy, y, None, seed + 1, None, 0.3, 4, "relu", False)
+    leaf = torch.ops.ls_train
+    leaf.bias_activation_dropout_bwd(dx, None, None, None, dy, y, None, seed + 1, None, 0.3, 4, "relu", False)
     reference = kept(dy.double() * (x > 0), 11, 4, 0.3)
     assert_accurate(dx, reference, dtype, reference.to(dtype))
 

@@ -18,7 +18,7 @@ class TestLeaf(LeafContract):
         workspace = torch.empty(bias_dropout_add_workspace(rows, columns), device=device)
         seed = seed_tensor(3, device)
         forward = {"y": y, "x": x, "residual": residual, "rows": None, "offset": 2}
-        backward = {"dy": dy, "rows": None, "offset": 2, "accumulate": False}
+        backward = {"partial_rows": None, "dy": dy, "rows": None, "offset": 2, "accumulate": False}
         return [
             call("bias_dropout_add_fwd", **forward, bias=bias, seed=seed, p=0.3),
             call("bias_dropout_add_fwd", **forward, bias=None, seed=None, p=0.0),
@@ -62,4 +62,4 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="bias_dropout_add: argument seed is missing"):
         bias_dropout_add(x, bias, x, p=0.1)
     with pytest.raises(ValueError, match=r"bias_dropout_add_bwd: argument dx is missing with p = 0.1"):
-        torch.ops.ls_train.bias_dropout_add_bwd(None, None, None, x, torch.tensor([1]), None, 0.1, 0, False)
+        torch.ops.ls_train.bias_dropout_add_bwd(None, None, None, None, x, torch.tensor([1]), None, 0.1, 0, False)

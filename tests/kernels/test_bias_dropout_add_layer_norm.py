@@ -34,8 +34,8 @@ class TestLeaf(LeafContract):
         workspace = torch.empty(bias_dropout_add_layer_norm_workspace(rows, columns), device=device)
         backward = {
             "dx": dx, "dresidual": dresidual, "dbias": dbias, "dweight": dweight, "dnorm_bias": dnorm_bias,
-            "workspace": workspace, "dy": dy, "dsum": dsum, "sum": total, "mean": mean, "rstd": rstd,
-            "weight": weight, "accumulate": False,
+            "workspace": workspace, "partial_rows": None, "dy": dy, "dsum": dsum, "sum": total, "mean": mean,
+            "rstd": rstd, "weight": weight, "accumulate": False,
         }  # fmt: skip
         no_dropout = site | {"seed": None, "p": 0.0}
         return [

@@ -27,8 +27,8 @@ class TestLeaf(LeafContract):
         run(*forward)
         backward = call(
             "layer_norm_bwd", dx=dx, dweight=dweight, dbias=dbias,
-            workspace=torch.empty(layer_norm_workspace(rows, columns), device=device), dy=dy, dresidual=dresidual,
-            x=x, mean=mean, rstd=rstd, weight=weight, rows=None, accumulate=False,
+            workspace=torch.empty(layer_norm_workspace(rows, columns), device=device), partial_rows=None, dy=dy,
+            dresidual=dresidual, x=x, mean=mean, rstd=rstd, weight=weight, rows=None, accumulate=False,
         )  # fmt: skip
         return [forward, backward, call(backward[0], **backward[1] | {"dresidual": None})]
 

@@ -225,7 +225,7 @@ class CountAllocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("normalize_before", [True, False], ids=["pre", "post"])
 def test_allocations_of_a_layer_call(normalize_before):
-    """Forward: output and block. Backward: input gradient, and one tensor for each group of parameter gradients."""
+    """Forward: output and block. Backward: input gradient, numbers of partial rows, groups of parameter gradients."""
     packing = Packing.from_lengths(torch.tensor([4, 2]), 4, torch.device("cpu"))
     rates = {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1}
     arguments = {"embed_dim": 16, "num_heads": 4, "normalize_before": normalize_before, **rates}
@@ -250,8 +250,8 @@ def test_allocations_of_a_layer_call(normalize_before):
             inputs = [x, *(p for p in (encoder if run is encode else decoder).parameters() if p.requires_grad)]
             torch.autograd.grad(y, inputs, dy, allow_unused=True)
         assert len(forward.calls) == 2, forward.calls
-        # The decoder layer makes zeros for the gradient of the keys and values, its CrossKV two more groups.
-        assert len(backward.calls) == 1 + groups + (run is decode), backward.calls
+        # The decoder layer makes zeros for the gradient of keys and values, its CrossKV numbers and two more groups.
+        assert len(backward.calls) == 2 + groups + 2 * (run is decode), backward.calls
         with torch.no_grad(), CountAllocations() as evaluation:
             run()
         assert len(evaluation.calls) == 1, evaluation.calls
