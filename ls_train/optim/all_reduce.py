@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -171,14 +173,12 @@ class FlatAllReduce:
 
 
 def _cut(buffer: FlatBuffer, count: int) -> list[tuple[int, int]]:
-    """Return pieces [first, end) of whole slots with about the same number of elements."""
-    pieces, first = [], 0
-    for index in range(1, count + 1):
-        goal = buffer.begins[-1] * index / count
-        end = first
-        while end < len(buffer.params) and (index == count or buffer.begins[end + 1] <= goal):
-            end += 1
-        if end > first:
-            pieces.append((first, end))
-            first = end
-    return pieces
+    """Return pieces [first, end) of whole slots, which end where it is nearest to equal parts of the elements.
+
+    So a slot that is larger than a part, as a table of embeddings is, makes a piece of its own.
+    """
+    begins = np.asarray(buffer.begins)
+    goals = begins[-1] * np.arange(1, count + 1) / count
+    ends = np.unique(np.abs(begins[:, None] - goals).argmin(0))
+    ends = [0, *ends[(ends > 0) & (ends < len(buffer.params))].tolist(), len(buffer.params)]
+    return list(itertools.pairwise(ends))

@@ -62,6 +62,22 @@ def update(flat, reduce, order, sent):
     return counts
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 4, 8, 50])
+def test_pieces_cover_everything_and_a_large_slot_is_one(flat, pieces):
+    """A table of embeddings, complete at the end of the backward, does not keep other gradients waiting."""
+    sizes = [1920, *[64] * 120, 128]
+    flat = FlatParameters([torch.nn.Parameter(torch.zeros(size)) for size in sizes])
+    lengths = [piece.tensor.numel() for piece in FlatAllReduce(flat.buffers, pieces=pieces)._pieces]
+    assert sum(lengths) == flat.buffers[0].grad.numel() == sum(sizes)
+    assert min(lengths) > 0
+    if pieces > 4:
+        assert lengths[0] == 1920
+        assert max(lengths[1:]) <= 2 * sum(sizes) / pieces
+    else:
+        assert len(lengths) == pieces
+        assert max(lengths) - min(lengths) <= 128
+
+
 def test_pieces_go_out_while_gradients_come(flat, sent):
     """The first backward shows that slot 0 has two writers; from the second on its piece waits for both."""
     reduce = FlatAllReduce(flat.buffers, pieces=4)
