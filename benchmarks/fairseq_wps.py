@@ -54,6 +54,7 @@ _MEASURED = 128  # batches
 _WARM_UP, _WARM_UP_GRAPHS = 25, 200
 OPTIONS = ("token_budget", "balance_ranks")
 """Options of ls_train alone, in cases that say so."""
+_WINDOW = 32  # updates whose batches --ls-balance-ranks exchanges: the same batches are measured in whole ones only
 _INTERVALS = 4  # of the log while it is measured: at the end of each our step waits for its statistics
 _UNITS = {"words_per_second": "words/s", "time": "ms", "peak_memory": "GiB", "efficiency": "%"}
 
@@ -304,6 +305,8 @@ def main(argv: list[str] | None = None) -> None:
         parser().error(f"--gpus {options.gpus}: this host has {torch.cuda.device_count()}")
     if options.measured < 1 or options.measured % (_INTERVALS * (options.gpus or 1)):
         parser().error(f"--measured {options.measured}: give a multiple of {_INTERVALS} times the number of GPUs")
+    if options.balance_ranks and options.gpus and options.measured % (_WINDOW * options.gpus):
+        parser().error(f"--measured {options.measured}: --balance-ranks exchanges {_WINDOW * options.gpus} batches")
     start = time.monotonic()
     compile_kernels()
     results: dict[Run, dict[str, float]] = {}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.curves_summary import plot as plot_curves
+from benchmarks.fairseq_wps import OPTIONS
 from benchmarks.records import RESULTS
 from benchmarks.timeline import plot as plot_timeline
 from benchmarks.timeline import read_steps
@@ -153,8 +154,8 @@ def all_reduce_table(records: Sequence[_Record]) -> str:
 
 def _wps_label(case: Mapping[str, Any]) -> str:
     gpus = f", {case['gpus']} GPUs" if case.get("gpus", 1) > 1 else ""
-    budget = ", --ls-token-budget" if case.get("token_budget") else ""
-    return f"{case['arch']}, {case['precision']}, max-tokens {case['max_tokens']}{budget}{gpus}"
+    options = "".join(f", --ls-{name.replace('_', '-')}" for name in OPTIONS if case.get(name))
+    return f"{case['arch']}, {case['precision']}, max-tokens {case['max_tokens']}{options}{gpus}"
 
 
 def profile_table(records: Sequence[_Record]) -> str:
