@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections import Counter
 
 import pytest
 import torch
+
+from tests import forks
 
 torch.set_num_threads(1)
 
@@ -23,6 +27,34 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(20)
+
+
+@pytest.fixture(scope="session")
+def imported_fairseq() -> None:
+    """fairseq and the plugin are imported, and a configuration is composed, before this process is forked."""
+    # torch imports its compiler where the first optimizer is built: here once, not in every fork.
+    for name in ("torch._dynamo", "fairseq_cli.train", "fairseq_cli.generate", "fairseq_plugin.cli"):
+        importlib.import_module(name)
+    composing = importlib.import_module("tests.composing")
+    composing.keep_what_is_composed()
+    composing.compose_once([".", "--cpu", "--arch", "ls_transformer_tiny", "--optimizer", "ls_adam"])
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def forked_python(monkeypatch) -> None:
+    """The processes of benchmarks are forks of this one."""
+    for name in ("processes", "curves"):
+        monkeypatch.setattr(importlib.import_module(f"benchmarks.{name}"), "subprocess", forks.SUBPROCESS)
+
+
+# Files whose tests take seconds each come first, so that the last ones left for the workers to share are short.
+_LONG = ("tests/soak", "tests/test_", "tests/plugin")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONG))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -32,7 +32,7 @@ WHERE = {"machine", "versions", "commit", "source_hash"}
 
 
 @pytest.mark.timeout(400)
-def test_step(tmp_path) -> None:
+def test_step(forked_python, tmp_path) -> None:
     output = tmp_path / "step.json"
     names = ["ls_train", "torch_eager"]
     flags = [argument for name in names for argument in ("--implementation", name)]
@@ -50,7 +50,7 @@ def test_step(tmp_path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_layer(tmp_path) -> None:
+def test_layer(forked_python, tmp_path) -> None:
     output = tmp_path / "layer.json"
     sizes = "--arch transformer_toy_1e1d --length 8 --tokens 64 --tokens 20 --precision fp32 --quick"
     names = "--implementation ls_train --implementation ls_train_graph --implementation torch_eager"
@@ -175,7 +175,7 @@ def test_groups_of_kernels(name, group) -> None:
 
 @needs_fairseq
 @pytest.mark.timeout(400)
-def test_timeline(tmp_path) -> None:
+def test_timeline(imported_fairseq, forked_python, tmp_path) -> None:
     output = tmp_path / "timeline.json"
     sizes = "--arch transformer_toy --max-tokens 256 --precision fp32 --warm-up 1 --sentences 200 --vocabulary 101"
     timeline.main([*sizes.split(), "--implementation", "ls_train", "--traces", str(tmp_path), "--output", str(output)])
@@ -211,7 +211,7 @@ def test_curves_summary_applies_the_rule() -> None:
 
 @needs_fairseq
 @pytest.mark.timeout(600)
-def test_curves(tmp_path) -> None:
+def test_curves(imported_fairseq, forked_python, tmp_path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     handbook = Path(__file__).resolve().parent.parent / "examples" / "wmt14" / "data" / "handbook"

@@ -95,7 +95,7 @@ def test_the_hidden_share_of_an_all_reduce() -> None:
 
 @needs_fairseq
 @pytest.mark.timeout(400)
-def test_all_reduce(tmp_path) -> None:
+def test_all_reduce(imported_fairseq, forked_python, tmp_path) -> None:
     output = tmp_path / "all_reduce.json"
     sizes = "--arch transformer_toy --max-tokens 256 --precision fp32 --warm-up 1 --sentences 400 --vocabulary 101"
     all_reduce.main([*sizes.split(), "--implementation", "ls_train", "--output", str(output)])

@@ -4,21 +4,20 @@
 environment, working directory, stdin, stdout and stderr, and a time limit.
 """
 
-import gc
+import contextlib
 import importlib
 import importlib.util
-import logging
 import os
 import shutil
 import signal
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 # Without fairseq there is no plugin to test; the core's own tests still run.
 collect_ignore_glob = [] if importlib.util.find_spec("fairseq") else ["test_*.py"]
@@ -57,60 +56,20 @@ class Forker:
         self.count += 1
         stem = self.folder / f"run{self.count}"
         stem.with_suffix(".in").write_text(stdin)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            self._child(function, [str(argument) for argument in arguments], stem, cwd, env or {})
-        return Job(pid, stem)
+
+        def run() -> object:
+            os.chdir(cwd or stem.parent)
+            os.environ.update(env or {})
+            sys.argv = ["command", *(str(argument) for argument in arguments)]
+            return function()
+
+        with contextlib.ExitStack() as stack:
+            modes = {".in": "r", ".out": "w", ".err": "w"}
+            files = [stack.enter_context(stem.with_suffix(suffix).open(mode)) for suffix, mode in modes.items()]
+            return Job(forks.fork(run, *(file.fileno() for file in files)), stem)
 
     def __call__(self, function: Callable[[], object], *arguments: object, limit: float = 60, **options) -> Result:
         return self.start(function, *arguments, **options).wait(limit)
-
-    @staticmethod
-    def _child(
-        function: Callable[[], object], arguments: list[str], stem: Path, cwd: Path | None, env: dict[str, str]
-    ) -> None:
-        # Garbage of the parent may own threads that do not exist here; the child leaves it alone.
-        gc.freeze()
-        code = 1
-        try:
-            os.setsid()
-            for descriptor, suffix, flags in (
-                (0, ".in", os.O_RDONLY),
-                (1, ".out", os.O_WRONLY),
-                (2, ".err", os.O_WRONLY),
-            ):
-                os.dup2(os.open(stem.with_suffix(suffix), flags | os.O_CREAT, 0o644), descriptor)
-            sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, "r"), os.fdopen(1, "w"), os.fdopen(2, "w")
-            os.chdir(cwd or stem.parent)
-            os.environ.update(env)
-            sys.argv = ["command", *arguments]
-            _fresh_logging()
-            code = _exit_code(function)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-
-def _exit_code(function: Callable[[], object]) -> int:
-    try:
-        result = function()
-    except SystemExit as error:
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return result if isinstance(result, int) else 0
-
-
-def _fresh_logging() -> None:
-    """Configure logging as ``fairseq_cli.train`` does on import, on this process's own stdout."""
-    for handler in list(logging.root.handlers):
-        logging.root.removeHandler(handler)
-    logging.basicConfig(format="%(asctime)s | %(levelname)s | %(name)s | %(message)s", level="INFO", stream=sys.stdout)
 
 
 class Job:
@@ -122,17 +81,12 @@ class Job:
 
     def wait(self, limit: float = 60) -> Result:
         """Wait for the end; a command that takes longer than ``limit`` seconds is killed and fails the test."""
-        deadline = time.monotonic() + limit
-        while True:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.monotonic() > deadline:
-                os.killpg(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                pytest.fail(f"no end after {limit} s\n{self.text('.out')[-2000:]}\n{self.text('.err')[-2000:]}")
-            time.sleep(0.02)
-        return Result(os.waitstatus_to_exitcode(status), self.text(".out"), self.text(".err"))
+        code = forks.wait(self.pid, limit)
+        if code is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            forks.wait(self.pid, None)
+            pytest.fail(f"no end after {limit} s\n{self.text('.out')[-2000:]}\n{self.text('.err')[-2000:]}")
+        return Result(code, self.text(".out"), self.text(".err"))
 
     def text(self, suffix: str) -> str:
         path = self.stem.with_suffix(suffix)
@@ -147,12 +101,7 @@ def plain() -> dict[str, Callable[[], object]]:
 
 
 @pytest.fixture(scope="session")
-def run_cli(tmp_path_factory, plain) -> Forker:
-    # torch imports its compiler where the first optimizer is built: here once, not in every fork.
-    import torch._dynamo  # noqa: F401
-
-    import fairseq_plugin.cli  # noqa: F401
-
+def run_cli(tmp_path_factory, imported_fairseq) -> Forker:
     return Forker(tmp_path_factory.mktemp("cli"))
 
 
