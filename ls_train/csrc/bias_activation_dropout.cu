@@ -5,6 +5,11 @@
 // bias_activation_dropout_bwd_kernel
 //   Tiles with at most 264 row blocks, the column sums in registers. Reads dy and saved once, writes dx once: 3 * N * C
 //   * sizeof(T) bytes.
+// bias_activation_dropout_bwd_relu_kernel
+//   The same sums in the same order for relu in packs, where memory alone sets the pace: later rows are on their way
+//   into shared memory, four of each tensor a thread. The same bytes.
+#include <cuda_pipeline.h>
+
 #include "activations.cuh"
 #include "row_kernels.cuh"
 
@@ -131,6 +136,53 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   }
 }
 
+constexpr int kStages = 4;  // rows of a thread on their way
+
+template <class T>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
+    bias_activation_dropout_bwd_relu_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
+                                            const T* __restrict__ saved, const int32_t* __restrict__ rows, int64_t n,
+                                            int columns, float scale, bool has_dbias) {
+  constexpr int kWidth = kPackWidth<T>;
+  // Every thread fills and reads its own slots, so there are no barriers.
+  __shared__ Pack<T, kWidth> ring[kStages][2][kTileThreads];
+  const int column = tile_column<kWidth>(), thread = linear_thread();
+  const bool inside = column < columns;
+  const int64_t used = used_rows(rows, n);
+  const RowShare share = row_share(used, gridDim.y, blockIdx.y);
+  const int step = static_cast<int>(blockDim.y);
+  float dbias[1][kWidth] = {};
+  const auto fetch = [&](int64_t row, int stage) {
+    if (inside && row < share.end) {
+      __pipeline_memcpy_async(&ring[stage][0][thread], dy + row * columns + column, 16);
+      __pipeline_memcpy_async(&ring[stage][1][thread], saved + row * columns + column, 16);
+    }
+    __pipeline_commit();
+  };
+  int64_t row = share.first + threadIdx.y;
+#pragma unroll
+  for (int k = 0; k < kStages - 1; ++k) fetch(row + k * step, k);
+  for (int stage = 0; row < share.end; row += step, stage = (stage + 1) % kStages) {
+    fetch(row + (kStages - 1) * step, (stage + kStages - 1) % kStages);
+    __pipeline_wait_prior(kStages - 1);
+    if (!inside) continue;
+    Pack<T, kWidth> grads = ring[stage][0][thread];
+    clear_where_not_positive(grads, ring[stage][1][thread]);
+    float d[kWidth];
+    unpack(grads, d);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) d[i] *= scale;
+    store(dx + row * columns + column, pack_floats<T>(d));
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
+  }
+  if (inside) clear_unused<kWidth>(dx, used, n, columns, column);
+  if (has_dbias) {
+    write_partial(workspace + static_cast<int64_t>(blockIdx.y) * columns, dbias,
+                  static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, reinterpret_cast<float*>(ring));
+  }
+}
+
 // Calls body(constant) with the activation as an integral constant.
 template <class Body>
 cudaError_t dispatch_activation(Activation activation, Body&& body) {
@@ -186,17 +238,25 @@ cudaError_t bias_activation_dropout_bwd(const TensorRef& dx, const TensorRef& db
       using T = typename decltype(type)::type;
       return dispatch_activation(activation, [&](auto kind) {
         constexpr Activation kKind = decltype(kind)::value;
-        const auto launch = [&](auto kernel, int width) {
-          const Tiles t = tiles(n, columns, width, kTileRows / 2, kMaxRowBlocks);
-          row_blocks = static_cast<int>(t.grid.y);
+        const bool packs = packs_fit<T>(columns, dx.data, dy.data, saved.data, bias.data, workspace.data);
+        const Tiles t = tiles(n, columns, packs ? kPackWidth<T> : 1, kTileRows / 2, kMaxRowBlocks);
+        const Dropout dropout = make_dropout(seed, p, offset);
+        row_blocks = static_cast<int>(t.grid.y);
+        const auto launch = [&](auto kernel) {
           kernel<<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(), saved.as<T>(),
-                                                 bias.as<T>(), rows.as<int32_t>(), n, columns,
-                                                 make_dropout(seed, p, offset), static_cast<bool>(dbias));
-          return cudaGetLastError();
+                                                 bias.as<T>(), rows.as<int32_t>(), n, columns, dropout,
+                                                 static_cast<bool>(dbias));
         };
-        return packs_fit<T>(columns, dx.data, dy.data, saved.data, bias.data, workspace.data)
-                   ? launch(bias_activation_dropout_bwd_kernel<T, kPackWidth<T>, kKind>, kPackWidth<T>)
-                   : launch(bias_activation_dropout_bwd_kernel<T, 1, kKind>, 1);
+        if (!packs) {
+          launch(bias_activation_dropout_bwd_kernel<T, 1, kKind>);
+        } else if constexpr (kKind == Activation::kRelu) {
+          bias_activation_dropout_bwd_relu_kernel<<<t.grid, t.block, 0, stream>>>(
+              dx.as<T>(), workspace.as<float>(), dy.as<const T>(), saved.as<const T>(), rows.as<const int32_t>(), n,
+              columns, dropout.scale, static_cast<bool>(dbias));
+        } else {
+          launch(bias_activation_dropout_bwd_kernel<T, kPackWidth<T>, kKind>);
+        }
+        return cudaGetLastError();
       });
     });
     if (error != cudaSuccess) return error;
