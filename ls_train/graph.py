@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ls_train.memory import release_workspaces
+from ls_train.memory import forget_workspace, release_workspaces
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,8 @@ class CudaGraphs:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # invalid by what happened before, which says more
                     graph.capture_end()
+                # Where that failed, torch takes the old pool for one that is still being captured into.
+                self.renew()
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
@@ -121,7 +123,8 @@ class CudaGraphs:
         torch.cuda.empty_cache()
 
     def renew(self) -> None:
-        """Take a new pool; the old one goes with the last graph in it."""
+        """Take a new pool; the old one goes with the last graph in it, and with it the scratch memory of its graphs."""
+        forget_workspace(self._stream)
         self._pool = torch.cuda.graph_pool_handle()
 
 

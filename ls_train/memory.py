@@ -226,6 +226,11 @@ def release_workspaces() -> None:
                 del spaces[key]
 
 
+def forget_workspace(stream: torch.cuda.Stream) -> None:
+    """Let go of the scratch memory of a stream; graphs that were captured with it keep it, as part of their pool."""
+    _by_stream.pop((stream.device, stream.cuda_stream), None)
+
+
 def _current_stream(device: torch.device) -> int:
     """Return the handle of the current stream; a Python object for it would cost several microseconds a call."""
     if _RAW_STREAM is None:

@@ -38,6 +38,11 @@ def upload(target: Tensor, values: Sequence[Any]) -> Tensor:
     return target.copy_(host, non_blocking=True)
 
 
+def is_capturing() -> bool:
+    """Return whether what is launched now goes into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def inverse(scale: float | Tensor, device: torch.device) -> Tensor | None:
     """Return float32 (1,) 1 / scale, or None for scale 1."""
     if isinstance(scale, Tensor):
@@ -90,7 +95,7 @@ class DeviceOptions:
                 earlier = lr = -1.0  # no number that a group can have, so that a later change to a number is noticed
             rows.append([*group["betas"], group["eps"], group["weight_decay"], earlier, lr])
         if rows != self._rows:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if is_capturing():
                 raise RuntimeError("options of a parameter group changed; call upload_hyper() before capturing a step")
             self._rows = rows
             self._tensors = {device: upload(self._memory(device, rows), rows) for device in devices}
