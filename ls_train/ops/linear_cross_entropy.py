@@ -33,12 +33,16 @@ class _Loss(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Where the gradients go: ``dx`` and ``dweight`` may be None; ``scale``, float32 (1,) or None, is a factor."""
+    """Where the gradients go: ``dx`` and ``dweight`` may be None; ``scale``, float32 (1,) or None, is a factor.
+
+    ``is_held``: until the backward, besides the weight's gradient that it becomes.
+    """
 
     dx: Tensor | None
     dweight: Tensor | None
     accumulate: bool
     scale: Tensor | None
+    is_held: bool
 
 
 @check_kinds
@@ -91,8 +95,8 @@ def linear_cross_entropy_gradients(
 ) -> tuple[CrossEntropy, Tensor, Tensor | None]:
     """Return :func:`linear_cross_entropy` and the gradients of ``gradient * loss``, without autograd.
 
-    The gradient of ``weight`` is summed chunk by chunk in its own type, where the result belongs: each of the up to
-    nine sums is rounded, which the rule of :mod:`ls_train.testing` allows. In float16 ``gradient`` should be a loss
+    The gradient of ``weight`` is summed chunk by chunk in its own type, where the result belongs: each of these few
+    sums is rounded, which the rule of :mod:`ls_train.testing` allows. In float16 ``gradient`` should be a loss
     scale: smoothing alone makes subnormal numbers, and what does not fit becomes infinite, as in fairseq.
 
     Args:
@@ -121,7 +125,7 @@ def linear_cross_entropy_gradients(
         slot = grad_slot(weight)
         dweight = torch.empty_like(weight) if slot is None else slot.tensor
     accumulate = slot is not None and slot.written
-    gradients = _Gradients(torch.empty_like(x), dweight, accumulate, gradient)
+    gradients = _Gradients(torch.empty_like(x), dweight, accumulate, gradient, False)
     outputs = _run(x, weight, target, _Loss(label_smoothing, ignore_index, rows, count_correct), gradients)
     if slot is not None:
         slot.commit()
@@ -129,9 +133,12 @@ def linear_cross_entropy_gradients(
     return outputs, gradients.dx, dweight
 
 
-def chunk_rows(rows: int) -> int:
-    """Return the number of rows whose logits are held at a time, evenly: a quarter, of 8192 or more an eighth."""
-    largest = max(1, rows // (_MANY_PARTS if rows >= _MANY_ROWS else _PARTS))
+def chunk_rows(rows: int, holds_gradient: bool = True) -> int:
+    """Return the number of rows whose logits are held at a time, evenly.
+
+    A quarter; of 8192 or more an eighth where the weight's gradient is held besides, as by the autograd form.
+    """
+    largest = max(1, rows // (_MANY_PARTS if holds_gradient and rows >= _MANY_ROWS else _PARTS))
     chunks = max(1, -(-rows // largest))
     return -(-rows // chunks)
 
@@ -150,6 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.empty_like(weight, dtype=statistics_dtype(x.dtype)) if ctx.needs_input_grad[1] else None,
                 False,
                 x.new_full((1,), ctx.grad_scale, dtype=torch.float32) if ctx.grad_scale != 1.0 else None,
+                True,
             )
             ctx.save_for_backward(gradients.dx, gradients.dweight, weight)
         outputs = _run(x, weight, target, loss, gradients)
@@ -187,7 +195,7 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
     lse = x.new_empty(total, dtype=wide) if gradients is None else None
     correct = x.new_empty(total, dtype=torch.int32) if options.count_correct else None
     dx, dweight = (None, None) if gradients is None else gradients[:2]
-    step = max(1, chunk_rows(total))
+    step = max(1, chunk_rows(total, gradients is not None and gradients.is_held))
     rows, smoothing, ignored = options.rows, options.label_smoothing, options.ignore_index
     if rows is not None:
         used = (rows - torch.arange(0, total, step, dtype=rows.dtype, device=rows.device)).clamp_(0, step)

@@ -34,7 +34,8 @@ def output_projection(b: Buffers, rows: int, columns: int, classes: int) -> Prob
             else:
                 torch.addmm(dweight, part.t(), features, out=dweight)
 
-    gemms = {"products": lambda: products(rows), "products_in_chunks": lambda: products(chunk_rows(rows))}
+    chunk = chunk_rows(rows, holds_gradient=False)
+    gemms = {"products": lambda: products(rows), "products_in_chunks": lambda: products(chunk)}
     # Logits are written, read and overwritten by their gradient, and read twice.
     moved = (5 * rows * classes + 3 * rows * columns + 3 * classes * columns) * b.size
     return Problem(
