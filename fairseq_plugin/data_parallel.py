@@ -1,5 +1,7 @@
 """Several ranks under the plugin's training step: one gradient buffer and one vector of statistics are summed.
 
+Each rank sums and updates its own part of the parameters where they can be divided, and they are gathered again.
+
 No wrapper around the model: layers write into the flat buffer, which autograd's hooks (DistributedDataParallel) would
 not see. Every rank takes part in every collective, also with a dummy batch.
 """
@@ -33,9 +35,11 @@ class Ranks:
     def __init__(self, size: int, group: Any, optimizer: FusedAdam) -> None:
         self.size = size
         self.group = group
-        self.gradients = FlatAllReduce(optimizer.buffers, group)
+        self.gradients = FlatAllReduce(optimizer.buffers, group, sharded=True)
         for buffer in optimizer.buffers:
             dist.broadcast(buffer.data, dist.get_global_rank(group, 0), group=group)
+        if self.gradients.is_sharded:
+            optimizer.share(self.gradients)
 
     def sum_statistics(
         self,
@@ -44,8 +48,9 @@ class Ranks:
         counts: Sequence[dict[str, float]],
         seconds: float,
         ignore: bool,
-    ) -> dict[str, Tensor]:
-        """Return the statistics of all ranks and micro-batches, float32 scalars on the device.
+        measured: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
+        """Return the statistics of all ranks and micro-batches, float32 scalars on the device, and ``measured``.
 
         Args:
             names: of the sums.
@@ -53,10 +58,18 @@ class Ranks:
             counts: for each micro-batch what the host knows.
             seconds: training time of this rank, summed as ``TRAIN_TIME``.
             ignore: this rank had a dummy batch: only its time counts, as in fairseq.
+            measured: norm and overflow flag of this rank's parts of the gradients, None where it has all of them;
+                returned are those of all ranks.
         """
         known = {name: 0.0 if ignore else float(sum(part[name] for part in counts)) for name in counts[0]}
         local = sums[0] if len(sums) == 1 else torch.stack(list(sums)).sum(0)
         host = upload(local.new_empty(len(known) + 1), [*known.values(), seconds])
         total = torch.cat([torch.zeros_like(local) if ignore else local, host])
+        if measured is not None:
+            norm, found_inf = measured
+            total = torch.cat([total, norm * norm, found_inf])
         dist.all_reduce(total, group=self.group)
-        return dict(zip([*names, *known, TRAIN_TIME], total.unbind(), strict=True))
+        if measured is not None:
+            total, squares, found_inf = total.split([len(total) - 2, 1, 1])
+            measured = squares.sqrt(), found_inf
+        return dict(zip([*names, *known, TRAIN_TIME], total.unbind(), strict=True)), measured

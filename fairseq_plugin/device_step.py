@@ -141,9 +141,10 @@ class DeviceStep:
         if ranks is None:
             return PendingUpdate(samples, self._names, counts, self._update(inverse, *sums))
         ranks.gradients.finish(marks)
-        total = ranks.sum_statistics(self._names, sums, counts, seconds(), is_dummy)
+        measured = self._optimizer.grad_norm() if ranks.gradients.is_sharded else None
+        total, measured = ranks.sum_statistics(self._names, sums, counts, seconds(), is_dummy, measured)
         inverse = ranks.size / total["sample_size"].view(1).clamp(min=1.0)
-        values = self._update(inverse, torch.stack(list(total.values())))
+        values = self._update(inverse, torch.stack(list(total.values())), measured=measured)
         return PendingUpdate(samples, list(total), [{}], values)
 
     def _micro_batch(
@@ -188,11 +189,11 @@ class DeviceStep:
         self._names = list(sums)
         return torch.stack([value.to(torch.float32) for value in sums.values()])
 
-    def _update(self, inverse: Tensor, *sums: Tensor) -> Tensor:
+    def _update(self, inverse: Tensor, *sums: Tensor, measured: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Update the parameters; return what :class:`PendingUpdate` takes."""
         scale = self._scale
         factor = inverse if scale is None else inverse / scale.scale
-        norm, found_inf = self._optimizer.measured_step(factor, self._clip_norm)
+        norm, found_inf = self._optimizer.measured_step(factor, self._clip_norm, measured)
         if scale is not None:
             scale.update(found_inf)
         return torch.cat([norm, found_inf, factor, *sums])

@@ -256,7 +256,7 @@ class LSTrainer(FairseqTrainer):
                 logger.info(f"NOTE: gradient overflow detected, ignoring gradient, {error}")
                 return None
             except FloatingPointError:
-                self._save_crash()
+                self._save_crash(on_all_ranks=True)
                 self._find_nan(update.samples)
                 raise
         if scaler is not None:
@@ -289,7 +289,10 @@ class LSTrainer(FairseqTrainer):
     def _rates(self) -> list[float]:
         return [group["lr"] for group in self._fused.param_groups]
 
-    def _save_crash(self) -> None:
+    def _save_crash(self, on_all_ranks: bool = False) -> None:
+        if self._ranks is not None and self._ranks.gradients.is_sharded and not on_all_ranks:
+            logger.warning("the state that failed was not saved: each rank has a part of it")
+            return
         path = os.path.join(self.cfg.checkpoint.save_dir, "crash.pt")
         try:
             self.consolidate_optimizer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -10,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ls_train.optim.moments import AdamForm, Moments, check_state, saved_state
+from ls_train.optim.moments import AdamForm, Moments, check_state, measured, saved_state, wide_parameters
 from ls_train.optim.options import NOT_SUPPORTED, DeviceOptions, check_group, inverse, on_device
+from ls_train.optim.shared_update import SharedUpdate
 from ls_train.params import FlatBuffer, FlatParameters
 
 logger = logging.getLogger(__name__)
 
 
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(SharedUpdate, torch.optim.Optimizer):
     """Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019) for parameters of any dtype and device.
 
     Building it moves the parameters into flat buffers (:class:`ls_train.params.FlatParameters`), so build it after
@@ -125,25 +127,36 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def measured_step(self, multiplier: Tensor | None = None, max_norm: float = 0.0) -> tuple[Tensor, Tensor]:
+    def measured_step(
+        self,
+        multiplier: Tensor | None = None,
+        max_norm: float = 0.0,
+        of_all_ranks: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Measure the gradients and update all parameters that have one, unless an element is not finite.
 
         Args:
             multiplier: float32 (1,) on the device, gradients are multiplied by it; None for 1.
             max_norm: clip the multiplied gradients to this L2 norm, 0 for no clipping.
+            of_all_ranks: norm and flag of all gradients where each rank updates a part (:meth:`share`).
 
         Returns:
             Norm of the gradients before the multiplication and the overflow flag, see :meth:`grad_norm`.
         """
         live = self._collect()
-        norm, found_inf = self._measure(live)
+        norm, found_inf = self._measure(live) if of_all_ranks is None else of_all_ranks
         self._update(live, 1.0, multiplier, max_norm, norm, found_inf)
         if self._done is not None:
             self._done += 1
         return norm, found_inf
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's layout, step counts as numbers; one device read."""
+        """Return the state in torch's layout, step counts as numbers; one device read.
+
+        Raises:
+            RuntimeError: each rank has updated a part, and the parts were not brought together.
+        """
+        self._check_complete()
         result = super().state_dict()
         steps = self._host_steps()
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -167,6 +180,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self._moments.clear()
         self._done = None
+        self._forget_parts()
         group_steps: dict[int, Any] = {}
         for group in self.param_groups:
             step = group.pop("step", None)  # Apex counts steps per group
@@ -188,6 +202,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._restore(restored)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._check_complete()
         steps = self._host_steps()
         state = {param: saved_state(param, values, steps[id(param)]) for param, values in self.state.items()}
         own = {"form": self.form, "_flatten": self._flatten, "_compact_master": self._compact_master}
@@ -275,6 +290,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._done: int | None = None  # number of updates, as far as the host knows, once expect() was called
         self._direct_grads = False
         self._split_logged = False
+        self._reset_sharing()
 
     def _build(self, groups: list[dict[str, Any]]) -> None:
         """Flatten the parameters of ``groups``, which are the last ones of ``param_groups``."""
@@ -288,6 +304,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._built = True
 
     def _add_buffers(self, buffers: list[FlatBuffer]) -> None:
+        self._check_alone()
         for buffer in buffers:
             buffer.direct_grads = self._direct_grads
         self._buffers += buffers
@@ -314,15 +331,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _measure(self, live: list[Moments]) -> tuple[Tensor, Tensor]:
         for moments in live:
             moments.measure_grads()
-        if len(live) == 1:
-            return live[0].norm, live[0].found_inf
-        if not live:
-            device = self._buffers[0].data.device
-            return torch.zeros(1, device=device), torch.zeros(1, device=device)
-        device = live[0].norm.device
-        norms = torch.cat([moments.norm.to(device) for moments in live])
-        flags = torch.cat([moments.found_inf.to(device) for moments in live])
-        return torch.linalg.vector_norm(norms).view(1), flags.amax().view(1)
+        return measured(live, self._buffers[0].data.device)
 
     def _update(
         self,
@@ -343,12 +352,15 @@ class FusedAdam(torch.optim.Optimizer):
                 max_norm,
                 on_device(norm, device),
                 on_device(found_inf, device),
+                functools.partial(self._gather_part, moments.buffer),
             )
+        self._gather_parts()
 
     def _moments_of(self, buffer: FlatBuffer) -> Moments:
         if id(buffer) not in self._moments:
             groups = [self._group_of[id(param)] for param in buffer.params]
-            self._moments[id(buffer)] = Moments(buffer, groups, self._compact_master)
+            moments = self._moments[id(buffer)] = Moments(buffer, groups, self._compact_master)
+            self._restrict(moments)
         return self._moments[id(buffer)]
 
     def _split(self) -> None:
@@ -363,23 +375,13 @@ class FusedAdam(torch.optim.Optimizer):
         steps = self._host_steps()
         for buffer in broken:
             self._buffers.remove(buffer)
-            masters = self._wide_parameters(buffer)
-            self._moments.pop(id(buffer), None)
+            masters = wide_parameters(buffer, self._moments.pop(id(buffer), None))
             self._add_buffers(FlatParameters(buffer.params, flatten=False).buffers)
             kept = {param: dict(self.state[param]) for param in buffer.params if param in self.state}
             for param, state in kept.items():
                 self.state[param] = {}
                 state.update(step=steps[id(param)], master=masters[id(param)])
             self._restore(kept)
-
-    def _wide_parameters(self, buffer: FlatBuffer) -> dict[int, Tensor]:
-        """Return each parameter of ``buffer`` as it was there, in the widest form there is."""
-        moments = self._moments.get(id(buffer))
-        flat = buffer.data if moments is None else moments.wide_parameters()
-        return {
-            id(param): flat[begin : begin + param.numel()].view(param.shape)
-            for begin, param in zip(buffer.begins, buffer.params, strict=False)
-        }
 
     def _restore(self, states: dict[Tensor, dict[str, Any]]) -> None:
         """Make ``states`` the state of their parameters, and that of all others empty."""
@@ -390,11 +392,4 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _host_steps(self) -> dict[int, int]:
         """Return the step count of each started parameter by its id."""
-        steps = {}
-        for moments in self._moments.values():
-            for param, started, step in zip(
-                moments.buffer.params, moments.started, moments.steps.tolist(), strict=True
-            ):
-                if started:
-                    steps[id(param)] = step
-        return steps
+        return {key: step for moments in self._moments.values() for key, step in moments.host_steps()}

@@ -1,4 +1,9 @@
-"""Sum of flat gradients over the ranks of a data-parallel run, in a few pieces while the backward is still running."""
+"""Sum of flat gradients over the ranks of a data-parallel run, in a few pieces while the backward is still running.
+
+With ``sharded`` each rank gets the sum of its own part of every piece only, updates that part of the parameters, and
+the parts are gathered again: the same bytes travel, half of them behind the update and not behind the backward, and the
+update is shorter by the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,17 @@ from torch import Tensor
 from ls_train.graph import Mark
 from ls_train.params import FlatBuffer, GradSlot
 
-PIECES = 4
-"""Into how many pieces a buffer is cut: enough for the last one to be short, few enough for full bandwidth."""
+PIECES = 6
+"""Into how many pieces a buffer is cut: enough for the last one to be short, few enough for full bandwidth.
+
+The last one to be complete in a translation model is the table of embeddings, with 6 a piece of its own.
+"""
+
+ALIGNMENT = 8  # elements: a rank's part of a piece begins at a multiple of 16 bytes
+
+# torch 2.13 renamed both.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Marks = dict[int, Mark]
 """Where in a captured backward pieces become ready, by number of the piece."""
@@ -35,8 +49,12 @@ class _Piece:
     is_closed: bool = field(default=False)  # sent or marked: a further write would be lost
 
     @property
+    def elements(self) -> slice:
+        return slice(self.buffer.begins[self.first], self.buffer.begins[self.end])
+
+    @property
     def tensor(self) -> Tensor:
-        return self.buffer.grad[self.buffer.begins[self.first] : self.buffer.begins[self.end]]
+        return self.buffer.grad[self.elements]
 
 
 class FlatAllReduce:
@@ -49,13 +67,29 @@ class FlatAllReduce:
 
     In a captured backward a mark stands where a piece becomes ready, and after each replay the pieces are sent behind
     their marks.
+
+    Attributes:
+        is_sharded: whether each rank has the sums of its :meth:`parts` only.
     """
 
-    def __init__(self, buffers: Sequence[FlatBuffer], group: Any = None, pieces: int = PIECES) -> None:
-        """Cut ``buffers``; ``group`` is torch's process group, None for the default one."""
+    def __init__(
+        self, buffers: Sequence[FlatBuffer], group: Any = None, pieces: int = PIECES, sharded: bool = False
+    ) -> None:
+        """Cut ``buffers``.
+
+        Args:
+            buffers: of all ranks alike.
+            group: torch's process group, None for the default one.
+            pieces: into how many each buffer is cut, about.
+            sharded: where all buffers can be divided among the ranks.
+        """
         self._group = group
         self._buffers = tuple(buffers)
-        cuts = [(buffer, *cut) for buffer in buffers for cut in _cut(buffer, pieces)]
+        ranks = dist.get_world_size(group) if sharded else 1
+        unit = ALIGNMENT * ranks if sharded else 1
+        self.is_sharded = sharded and ranks > 1 and all(buffer.begins[-1] % unit == 0 for buffer in buffers)
+        self._ranks, self._rank = (ranks, dist.get_rank(group)) if self.is_sharded else (1, 0)
+        cuts = [(buffer, *cut) for buffer in buffers for cut in _cut(buffer, pieces, unit if self.is_sharded else 1)]
         self._pieces = [_Piece(number, *cut) for number, cut in enumerate(cuts)]
         self._owner = {
             id(param): piece for piece in self._pieces for param in piece.buffer.params[piece.first : piece.end]
@@ -105,7 +139,7 @@ class FlatAllReduce:
         return self._marks
 
     def finish(self, marks: Marks) -> None:
-        """Send what is left once the last backward is enqueued; afterwards the device sees the sums.
+        """Send what is left once the last backward is enqueued; afterwards the device sees the sums of :meth:`parts`.
 
         Args:
             marks: those of this backward, where it was replayed.
@@ -118,10 +152,37 @@ class FlatAllReduce:
             mark = marks.get(piece.number)
             with contextlib.nullcontext() if mark is None else mark.reached():
                 self._send(piece)
+        self.wait()
+        self._sent = 0
+
+    def parts(self, buffer: FlatBuffer) -> list[slice]:
+        """Return the elements of ``buffer`` that this rank updates, one run a piece."""
+        return [self._own(piece.elements) for piece in self._pieces if piece.buffer is buffer]
+
+    def gather(self, buffer: FlatBuffer, flat: Tensor, number: int) -> None:
+        """Start to bring all ranks' parts of a piece of ``flat``, laid out as ``buffer``, together on each of them.
+
+        Args:
+            buffer: one of the buffers.
+            flat: (n,) of any dtype; this rank's part is complete.
+            number: of the piece among those of ``buffer``, in the order of :meth:`parts`.
+        """
+        elements = [piece.elements for piece in self._pieces if piece.buffer is buffer][number]
+        whole, own = flat[elements], flat[self._own(elements)]
+        if flat.dtype == torch.int16:  # which no backend knows
+            whole, own = whole.view(torch.uint8), own.view(torch.uint8)
+        self._works.append(_all_gather(whole, own, group=self._group, async_op=True))
+
+    def wait(self) -> None:
+        """Let the device go on when what was sent and gathered has arrived."""
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._sent = 0
+
+    def _own(self, elements: slice) -> slice:
+        share = (elements.stop - elements.start) // self._ranks
+        begin = elements.start + self._rank * share
+        return slice(begin, begin + share)
 
     def _ignore(self) -> None:
         for buffer in self._buffers:
@@ -169,16 +230,22 @@ class FlatAllReduce:
 
     def _send(self, piece: _Piece) -> None:
         piece.is_closed = True
-        self._works.append(dist.all_reduce(piece.tensor, group=self._group, async_op=True))
+        if self.is_sharded:
+            own = piece.buffer.grad[self._own(piece.elements)]
+            self._works.append(_reduce_scatter(own, piece.tensor, group=self._group, async_op=True))
+        else:
+            self._works.append(dist.all_reduce(piece.tensor, group=self._group, async_op=True))
 
 
-def _cut(buffer: FlatBuffer, count: int) -> list[tuple[int, int]]:
+def _cut(buffer: FlatBuffer, count: int, unit: int = 1) -> list[tuple[int, int]]:
     """Return pieces [first, end) of whole slots, which end where it is nearest to equal parts of the elements.
 
-    So a slot that is larger than a part, as a table of embeddings is, makes a piece of its own.
+    So a slot that is larger than a part, as a table of embeddings is, makes a piece of its own. Each piece has a
+    multiple of ``unit`` elements; the whole buffer has.
     """
     begins = np.asarray(buffer.begins)
+    cuts = np.flatnonzero(begins % unit == 0)
     goals = begins[-1] * np.arange(1, count + 1) / count
-    ends = np.unique(np.abs(begins[:, None] - goals).argmin(0))
+    ends = np.unique(cuts[np.abs(begins[cuts][:, None] - goals).argmin(0)])
     ends = [0, *ends[(ends > 0) & (ends < len(buffer.params))].tolist(), len(buffer.params)]
     return list(itertools.pairwise(ends))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,16 @@ class AdamForm:
     decoupled_weight_decay: bool = True
     bias_correction: bool = True
     eps_after_correction: bool = True
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A run of elements of a buffer; segments: int64 (S + 1,) where the slots begin in it; norm, found_inf: of it."""
+
+    elements: slice
+    segments: Tensor
+    norm: Tensor
+    found_inf: Tensor
 
 
 class Moments:
@@ -71,6 +82,17 @@ class Moments:
         self._active = [True] * slots
         self._active_tensor: Tensor | None = None
         self._versions = [param._version for param in buffer.params]
+        self._parts: list[_Part] | None = None
+
+    def restrict(self, parts: Sequence[slice]) -> None:
+        """Measure and update ``parts`` of the buffer only, which another rank does with the rest."""
+        begins = self.buffer.segments
+        self._parts = [
+            _Part(
+                part, (begins - part.start).clamp(0, part.stop - part.start), self.norm.clone(), self.found_inf.clone()
+            )
+            for part in parts
+        ]
 
     def set_active(self, active: list[bool]) -> None:
         """Choose the slots that take part in what follows; the device learns of it only when it changes."""
@@ -101,10 +123,15 @@ class Moments:
             upload(self._update[1:], [done])
 
     def measure_grads(self) -> None:
-        """Write ``norm`` and ``found_inf`` of the active slots' gradients."""
-        torch.ops.ls_train.grad_norm(
-            self.norm, self.found_inf, self._workspace, self.buffer.grad, self.buffer.segments, self._active_tensor
-        )
+        """Write ``norm`` and ``found_inf`` of the active slots' gradients, of this rank's parts where it has such."""
+        grad, work, active = self.buffer.grad, self._workspace, self._active_tensor
+        if self._parts is None:
+            torch.ops.ls_train.grad_norm(self.norm, self.found_inf, work, grad, self.buffer.segments, active)
+            return
+        for part in self._parts:
+            torch.ops.ls_train.grad_norm(part.norm, part.found_inf, work, grad[part.elements], part.segments, active)
+        torch.linalg.vector_norm(torch.cat([part.norm for part in self._parts]), dim=0, keepdim=True, out=self.norm)
+        torch.amax(torch.cat([part.found_inf for part in self._parts]), dim=0, keepdim=True, out=self.found_inf)
 
     def update(
         self,
@@ -114,32 +141,37 @@ class Moments:
         max_norm: float,
         norm: Tensor | None,
         found_inf: Tensor | None,
+        updated: Callable[[int], None] = lambda part: None,
     ) -> None:
-        """Do one update of the active slots; on the device nothing changes where ``found_inf`` is not 0."""
+        """Do one update of the active slots; on the device nothing changes where ``found_inf`` is not 0.
+
+        ``updated`` is called with the number of each of this rank's parts once its update is enqueued.
+        """
         self._adopt_foreign_writes()
         buffer, active = self.buffer, self._active_tensor
         torch.ops.ls_train.adam_prepare(
             self.steps, self._update, self._grad_scale, active, norm, found_inf, multiplier, max_norm
         )
-        torch.ops.ls_train.adam(
-            buffer.data,
-            self.master,
-            self.remainder,
-            self.exp_avg,
-            self.exp_avg_sq,
-            buffer.grad,
-            buffer.segments,
-            self._segment_group,
-            self.steps,
-            active,
-            hyper,
-            self._update,
-            self._grad_scale,
-            found_inf,
-            form.decoupled_weight_decay,
-            form.bias_correction,
-            form.eps_after_correction,
-        )
+        parts = [(slice(None), buffer.segments)]
+        if self._parts is not None:
+            parts = [(part.elements, part.segments) for part in self._parts]
+        flats = (buffer.data, self.master, self.remainder, self.exp_avg, self.exp_avg_sq, buffer.grad)
+        for number, (elements, segments) in enumerate(parts):
+            torch.ops.ls_train.adam(
+                *(None if flat is None else flat[elements] for flat in flats),
+                segments,
+                self._segment_group,
+                self.steps,
+                active,
+                hyper,
+                self._update,
+                self._grad_scale,
+                found_inf,
+                form.decoupled_weight_decay,
+                form.bias_correction,
+                form.eps_after_correction,
+            )
+            updated(number)
         # The operator wrote through the buffer: tell autograd, so that a backward with stale weights is an error.
         torch.autograd.graph.increment_version([p for p, on in zip(buffer.params, self._active, strict=True) if on])
         self._versions = [param._version for param in buffer.params]
@@ -169,6 +201,15 @@ class Moments:
             elif self.remainder is not None:
                 self._merge_compact(slot, state["master"])
         return live
+
+    def host_steps(self) -> list[tuple[int, int]]:
+        """Return the id of each parameter that was ever updated, and its step count; one device read."""
+        slots = zip(self.buffer.params, self.started, self.steps.tolist(), strict=True)
+        return [(id(param), step) for param, started, step in slots if started]
+
+    def flats(self) -> list[Tensor]:
+        """Return the state's tensors that are laid out as the parameters are, (n,) each."""
+        return [flat for flat in (self.exp_avg, self.exp_avg_sq, self.master, self.remainder) if flat is not None]
 
     def wide_parameters(self) -> Tensor:
         """Return the parameters (n,) in the widest form there is: masters where parameters have 16 bits."""
@@ -226,3 +267,24 @@ def check_state(key: Any, state: dict[str, Any], param: Tensor, group_step: Any)
                 f"{tuple(param.shape)}; load a state saved for the same parameters, flat or not flat"
             )
     return state
+
+
+def wide_parameters(buffer: FlatBuffer, moments: Moments | None) -> dict[int, Tensor]:
+    """Return each parameter of ``buffer`` by its id, in the widest form there is."""
+    flat = buffer.data if moments is None else moments.wide_parameters()
+    return {
+        id(param): flat[begin : begin + param.numel()].view(param.shape)
+        for begin, param in zip(buffer.begins, buffer.params, strict=False)
+    }
+
+
+def measured(live: Sequence[Moments], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return norm and overflow flag, float32 (1,), of the gradients of all of ``live``, which have measured theirs."""
+    if len(live) == 1:
+        return live[0].norm, live[0].found_inf
+    if not live:
+        return torch.zeros(1, device=device), torch.zeros(1, device=device)
+    device = live[0].norm.device
+    norms = torch.cat([moments.norm.to(device) for moments in live])
+    flags = torch.cat([moments.found_inf.to(device) for moments in live])
+    return torch.linalg.vector_norm(norms).view(1), flags.amax().view(1)

@@ -62,20 +62,20 @@ def recorded(main, eager_ranks):
         import torch.distributed as dist
 
         from fairseq_plugin import trainer
+        from ls_train.optim import all_reduce
 
-        all_reduce, built = dist.all_reduce, []
+        reduce_scatter, built = all_reduce._reduce_scatter, []
 
-        def spied_all_reduce(tensor, *args, **kwargs):
-            if kwargs.get("async_op"):
-                print(f"sent: {tensor.numel()}", flush=True)
-            return all_reduce(tensor, *args, **kwargs)
+        def spied_reduce_scatter(part, tensor, **kwargs):
+            print(f"sent: {tensor.numel()}", flush=True)
+            return reduce_scatter(part, tensor, **kwargs)
 
         def captured_calls(self):
             built.append(trainer.CapturedCalls(graphs[dist.get_rank() in eager_ranks](), self._model))
             return built[-1]
 
         graphs = {True: NoGraphs, False: RecordedGraphs}
-        dist.all_reduce = spied_all_reduce
+        all_reduce._reduce_scatter = spied_reduce_scatter
         trainer.graph_obstacles = lambda *_: []
         trainer.LSTrainer._captured_calls = captured_calls
         try:

@@ -1,0 +1,81 @@
+"""Parameters of which each rank of a data-parallel run updates a part."""
+
+from __future__ import annotations
+
+import torch
+
+from ls_train.optim.all_reduce import FlatAllReduce
+from ls_train.optim.moments import Moments
+from ls_train.params import FlatBuffer
+
+
+class SharedUpdate:
+    """What an optimiser over flat buffers does where each rank updates its own parts of them.
+
+    Every rank keeps tensors for the whole state, of which its own parts are current, and receives the other ranks'
+    parameters behind each update.
+    """
+
+    buffers: tuple[FlatBuffer, ...]
+    _moments: dict[int, Moments]
+
+    def share(self, gradients: FlatAllReduce) -> None:
+        """Update only this rank's parts of the parameters from now on, and gather all ranks' behind each update.
+
+        Norm and overflow flag that are measured are those of the parts; the update needs those of all ranks. Before the
+        state is read, all ranks call :meth:`consolidate_state_dict`.
+
+        Args:
+            gradients: sums the gradients of all of the optimiser's buffers; ``is_sharded``.
+        """
+        self._sharing = gradients
+        for moments in self._moments.values():
+            self._restrict(moments)
+
+    @torch.no_grad()
+    def consolidate_state_dict(self) -> None:
+        """Bring the state of all ranks' parts together on each; fairseq calls it on all ranks before it saves."""
+        if not self._is_partial:
+            return
+        for moments in self._moments.values():
+            for flat in moments.flats():
+                for part in range(len(self._sharing.parts(moments.buffer))):
+                    self._sharing.gather(moments.buffer, flat, part)
+        self._sharing.wait()
+        self._is_partial = False
+
+    def _reset_sharing(self) -> None:
+        self._sharing: FlatAllReduce | None = None
+        self._is_partial = False  # whether what is not this rank's part of the state is out of date
+
+    def _restrict(self, moments: Moments) -> None:
+        if self._sharing is not None:
+            moments.restrict(self._sharing.parts(moments.buffer))
+
+    def _gather_part(self, buffer: FlatBuffer, part: int) -> None:
+        """Start to gather a part that is updated."""
+        if self._sharing is not None:
+            self._sharing.gather(buffer, buffer.data, part)
+
+    def _gather_parts(self) -> None:
+        """Let the device wait for the other ranks' parts."""
+        if self._sharing is not None:
+            self._sharing.wait()
+            self._is_partial = True
+
+    def _forget_parts(self) -> None:
+        """Take the state for complete: it is about to be replaced."""
+        self._is_partial = False
+
+    def _check_complete(self) -> None:
+        if self._is_partial:
+            raise RuntimeError(
+                "each rank has its own part of the optimiser's state: call consolidate_state_dict() on all ranks first"
+            )
+
+    def _check_alone(self) -> None:
+        if self._sharing is not None:
+            raise RuntimeError(
+                "parameters were added, or moved by .half(), .to() or an assignment to param.data, after the ranks had "
+                "divided them: do it before"
+            )

@@ -1,0 +1,130 @@
+"""Each of several ranks updates its own parts of the parameters: together they are what one alone makes of them."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ls_train.optim import FusedAdam
+from ls_train.optim.all_reduce import FlatAllReduce
+
+SHAPES = [(40, 16), (16,), (7, 16), (5,), (48, 16), (3,)]
+UPDATES = 4
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.01}
+
+
+def parameters(dtype):
+    torch.manual_seed(1)
+    params = [torch.nn.Parameter((torch.rand(shape) * 0.5).to(dtype)) for shape in SHAPES]
+    return [{"params": params[:3]}, {"params": params[3:], "lr": 3e-2}]
+
+
+def gradients(step, rank, dtype):
+    """Powers of two, whose sums are exact in any order; an infinite one in the second update, of one rank."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    grads = [2.0 ** -torch.randint(0, 3, shape, generator=generator).to(torch.float32) for shape in SHAPES]
+    if (step, rank) == (1, 1):
+        grads[2][0, 0] = float("inf")
+    return [grad.to(dtype) for grad in grads]
+
+
+def steps(optimizer, exchange, ranks, dtype, unused):
+    """Do updates; return norms and flags."""
+    found = []
+    for step in range(UPDATES):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, param in enumerate(params):
+            shares = [gradients(step, rank, dtype)[number] for rank in ranks]
+            param.grad = None if number == unused and step == 2 else sum(shares[1:], shares[0]).clone()
+        measured = None
+        if exchange is not None:
+            exchange.start()
+            exchange.finish(exchange.end())
+            norm, found_inf = optimizer.grad_norm()
+            both = torch.cat([norm * norm, found_inf])
+            dist.all_reduce(both)
+            measured = both[:1].sqrt(), both[1:]
+        optimizer.expect(step, None)
+        found.append(torch.cat(optimizer.measured_step(None, 1.0, measured)).clamp(max=1e9))
+    return found
+
+
+def run_rank(rank, ranks, folder, dtype, compact, unused):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    optimizer = FusedAdam(parameters(dtype), **OPTIONS, compact_master=compact)
+    exchange = FlatAllReduce(optimizer.buffers, pieces=3, sharded=True)
+    assert exchange.is_sharded
+    optimizer.share(exchange)
+    found = steps(optimizer, exchange, [rank], dtype, unused)
+    params = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
+    for read in (optimizer.state_dict, lambda: copy.deepcopy(optimizer)):
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            read()
+    with pytest.raises(RuntimeError, match="after the ranks had divided them"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    optimizer.param_groups.pop()
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(copy.deepcopy(state))
+    again = optimizer.state_dict()
+    torch.save((found, params, state, again), f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def assert_same(first, second, exactly=True):
+    assert first.keys() == second.keys()
+    for key, entry in first.items():
+        for name, value in entry.items():
+            other = second[key][name]
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(value, other, rtol=0 if exactly else 1e-5, atol=0 if exactly else 1e-6)
+            else:
+                assert value == other
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "compact", "unused"),
+    [
+        (2, torch.float32, False, None),
+        (2, torch.float16, False, 4),
+        (2, torch.bfloat16, True, 0),
+        (3, torch.float32, False, 1),
+    ],
+)
+def test_ranks_together_equal_one(tmp_path, ranks, dtype, compact, unused):
+    """Parameters, state and norms, with an overflow of one rank, a parameter without gradient, and a clipped norm."""
+    # Forks: an import of torch takes longer than the rest, and nothing here uses a GPU.
+    mp.start_processes(run_rank, (ranks, tmp_path, dtype, compact, unused), nprocs=ranks, start_method="fork")
+    results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+    optimizer = FusedAdam(parameters(dtype), **OPTIONS, compact_master=compact)
+    found = steps(optimizer, None, range(ranks), dtype, unused)
+    params = [param.detach() for group in optimizer.param_groups for param in group["params"]]
+    for norms, values, state, again in results:
+        torch.testing.assert_close(torch.stack(norms), torch.stack(found), rtol=1e-6, atol=0)
+        for value, first, one in zip(values, results[0][1], params, strict=True):
+            assert torch.equal(value, first), "all ranks hold the same bits"
+            torch.testing.assert_close(value, one)
+        assert_same(state["state"], results[0][2]["state"])
+        assert_same(state["state"], again["state"])
+        assert_same(state["state"], optimizer.state_dict()["state"], exactly=False)
+
+
+def test_parts_are_aligned_and_cover_every_piece(monkeypatch):
+    """Each rank's parts begin at multiples of 16 bytes, and all of them together are the buffer."""
+    optimizer = FusedAdam(parameters(torch.float16), **OPTIONS)
+    (buffer,) = optimizer.buffers
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 5)
+    assert not FlatAllReduce(optimizer.buffers, sharded=True).is_sharded, "1152 elements cannot be divided by 5 and 8"
+    for ranks in (2, 4, 8):
+        monkeypatch.setattr(dist, "get_world_size", lambda group, ranks=ranks: ranks)
+        covered = torch.zeros(buffer.begins[-1], dtype=torch.int64)
+        for rank in range(ranks):
+            monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+            exchange = FlatAllReduce(optimizer.buffers, pieces=3, sharded=True)
+            assert exchange.is_sharded
+            for part in exchange.parts(buffer):
+                assert part.start % 8 == part.stop % 8 == 0
+                covered[part] += 1
+        assert covered.unique().tolist() == [1]
