@@ -1,10 +1,13 @@
-"""Share of the all-reduce that backward hides in data-parallel training with ls_train on several GPUs of a host.
+"""Share of the communication that other work hides in data-parallel training with ls_train on several GPUs of a host.
 
 ``python -m benchmarks.all_reduce [--gpus N] [--max-tokens N] [--output FILE]`` trains as ``benchmarks.fairseq_wps``
 does, in a window of batches that every rank has met before, and records updates with torch's profiler.
-``all_reduce_hidden`` is the share of NCCL's time on the first GPU in which other kernels run as well;
-``all_reduce_exposed`` is the rest, in milliseconds an update. Waiting for a rank that is late counts as time of the
-all-reduce: use ``--balance-ranks`` or ``--token-budget``, with which the ranks' batches are of one size.
+
+All of NCCL's kernels count: those that sum gradients beside the backward and those that gather updated parameters
+beside Adam are together an all-reduce. ``all_reduce_hidden`` is the share of their time on the first GPU in which other
+kernels run as well; ``all_reduce_exposed`` is the rest, in milliseconds an update. Waiting for a rank that is late
+counts as time of the all-reduce: use ``--balance-ranks`` or ``--token-budget``, with which the ranks' batches are of
+one size.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from benchmarks.records import RESULTS, compile_kernels, write_records
 from benchmarks.trace import Kernel, Step
 
 _RECORDED = 8
-_COLLECTIVE = re.compile("nccl|all_?reduce", re.I)
+_COLLECTIVE = re.compile("nccl|all_?reduce|reduce_?scatter|all_?gather", re.I)
 _PROGRAM = (
     "import sys; from pathlib import Path; from benchmarks.processes import wait_for_go; "
     "from benchmarks.timeline import record_training; "
