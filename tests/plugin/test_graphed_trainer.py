@@ -26,7 +26,7 @@ def graphed(start, monkeypatch):  # noqa: F811
 
     def graphed(*options, kind=RecordedGraphs):
         monkeypatch.setattr(plugin_trainer, "CudaGraphs", lambda device: kind())
-        run = start(*options, "--ls-cuda-graph", "on")
+        run = start("--max-tokens", 200, *options, "--ls-cuda-graph", "on")
         run.calls = run.trainer._captured_calls()
         run.trainer._captured_calls = lambda: run.calls
         return run
@@ -37,8 +37,8 @@ def graphed(start, monkeypatch):  # noqa: F811
 OPTIONS = {
     "one graph a step": ["--dropout", 0.1, "--attention-dropout", 0.1, "--clip-norm", 1],
     "bf16, accuracy": ["--bf16", "--dropout", 0.1, "--report-accuracy"],
-    "overflows": [*FP16, "--fp16-init-scale", 2**22, "--dropout", 0.1],
-    "overflows in micro-batches": [*FP16, "--fp16-init-scale", 2**22, "--update-freq", 2, "--dropout", 0.1],
+    "overflows": [*FP16, "--fp16-init-scale", 2**14, "--dropout", 0.1],
+    "overflows in micro-batches": [*FP16, "--fp16-init-scale", 2**14, "--update-freq", 2, "--dropout", 0.1],
 }
 
 
@@ -53,7 +53,8 @@ def test_replays_equal_eager_steps(graphed, options):
     assert eager.calls.replays == 0
     assert replayed.calls.replays >= 5
     assert_same_bits(replayed.state(), eager.state())
-    assert replayed.trainer.get_num_updates() == eager.trainer.get_num_updates()
+    assert 5 <= replayed.trainer.get_num_updates() == eager.trainer.get_num_updates()
+    assert ("--fp16" in options) == (eager.trainer.get_num_updates() < 14), "some are skipped"
     assert replayed.trainer.get_lr() == eager.trainer.get_lr()
 
 

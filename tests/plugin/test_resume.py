@@ -27,6 +27,8 @@ def arguments(train_arguments, *extra):
         "--attention-dropout",
         0.1,
         "--no-epoch-checkpoints",
+        "--max-tokens",
+        200,
         *extra,
     ]
 

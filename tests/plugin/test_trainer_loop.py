@@ -61,9 +61,9 @@ def both(run_cli, train_arguments, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--save-interval-updates", 4, "--update-freq", 2, "--max-epoch", 2],
+        ["--save-interval-updates", 4, "--update-freq", 2, "--max-epoch", 2, "--train-subset", "test"],
         ["--save-interval-updates", 4, "--max-update", 13, "--memory-efficient-fp16", "--fp16-init-scale", 2**20]
-        + ["--fp16-scale-window", 3],
+        + ["--fp16-scale-window", 3, "--max-tokens", 200],
         ["--validate-interval-updates", 2, "--patience", 2, "--lr", 0.5, "--warmup-updates", 1, "--max-epoch", 3],
     ],
     ids=["saving", "overflows", "patience"],
