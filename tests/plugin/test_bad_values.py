@@ -1,8 +1,6 @@
 """Missing and senseless arguments of every launcher: exit code not 0, and one line that names the argument."""
 
 import argparse
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -144,15 +142,3 @@ def test_layers_to_keep_from_the_command_line(run_cli, train_arguments, tmp_path
     flags = ["--decoder-layers", 3, "--decoder-layers-to-keep", "0,2", "--max-update", 1, "--no-save"]
     result = run_cli(cli.train, *train_arguments, *flags, "--disable-validation").check()
     assert "(0-1): 2 x LSTransformerDecoderLayer" in result.out
-
-
-def test_our_arch_under_plain_fairseq(launcher_script, data_bin, tmp_path):
-    """A process of fairseq-train in which nothing of ours is imported: usage, and an error that names the choice."""
-    command = launcher_script("fairseq-train", "fairseq_cli.train:cli_main")
-    words = [*command, str(data_bin), "--cpu", "--arch", "ls_transformer", "--save-dir", str(tmp_path / "save")]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=170, env={**os.environ}, cwd=tmp_path)
-    assert result.returncode == 2
-    last = result.stderr.strip().splitlines()[-1]
-    assert "error: argument --arch/-a: invalid choice: 'ls_transformer' (choose from 'transformer_tiny', " in last
-    assert "Traceback" not in result.stderr
-    assert not (tmp_path / "save").exists()

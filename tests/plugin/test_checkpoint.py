@@ -95,20 +95,26 @@ class TestBothWays:
         )
 
     def test_ours_continues_under_fairseqs_names(self, runs, train_arguments, data_bin, tmp_path):
-        """The exported file under plain fairseq in an interpreter that never sees the plugin."""
+        """The exported file under plain fairseq in an interpreter that never sees the plugin nor knows our arch."""
         out = tmp_path / "exported.pt"
         assert export.main(["--to", "fairseq", str(runs / "ours" / f"checkpoint_1_{STOP}.pt"), str(out)]) == 0
         twins = dict(zip(OURS, FAIRSEQS))
         command = [twins.get(argument, argument) for argument in train_arguments]
         command = arguments(command, "--restore-file", out, "--save-dir", tmp_path / "save")
         code = (
-            "import sys; from fairseq_cli.train import cli_main; cli_main(); assert 'fairseq_plugin' not in sys.modules"
+            "import sys\nfrom fairseq_cli.train import cli_main\n"
+            "words = sys.argv\nsys.argv = [*words[:2], '--cpu', '--arch', 'ls_transformer']\n"
+            "try: cli_main()\nexcept SystemExit as error: assert error.code == 2\nelse: raise AssertionError\n"
+            "sys.argv = words\ncli_main()\nassert 'fairseq_plugin' not in sys.modules\n"
         )
         env = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
         result = subprocess.run(
             [sys.executable, "-c", code, *map(str, command)], capture_output=True, text=True, timeout=150, env=env
         )
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+        refusal = "error: argument --arch/-a: invalid choice: 'ls_transformer' (choose from 'transformer_tiny', "
+        assert refusal in result.stderr
+        assert "Traceback" not in result.stderr
         assert f"@ {STOP} updates)" in result.stdout
         assert_same_training(runs / "ours/checkpoint_last.pt", tmp_path / "save/checkpoint_last.pt")
 
