@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ls_train.compact_master import join_master, rounds_to, split_master
 from ls_train.ops.grad_norm import grad_norm_workspace
-from ls_train.optim.options import upload
+from ls_train.optim.options import is_capturing, upload
 from ls_train.params import FlatBuffer
+
+_CHOICES = 64  # of active slots that are remembered besides those that graphs read
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Moments:
         self._workspace = torch.empty(grad_norm_workspace(), dtype=torch.float32, device=device)
         self._active = [True] * slots
         self._active_tensor: Tensor | None = None
+        self._active_tensors: dict[tuple[bool, ...], Tensor] = {}
+        self._captured: dict[tuple[bool, ...], Tensor] = {}
         self._versions = [param._version for param in buffer.params]
         self._parts: list[_Part] | None = None
 
@@ -95,15 +99,27 @@ class Moments:
         ]
 
     def set_active(self, active: list[bool]) -> None:
-        """Choose the slots that take part in what follows; the device learns of it only when it changes."""
+        """Choose the slots that take part in what follows; the device learns of a choice when it comes first.
+
+        Raises:
+            RuntimeError: it comes first while a graph is being captured.
+        """
         if active != self._active:
+            self._active_tensor = None if all(active) else self._on_device(tuple(active))
             self._active = active
-            everything = all(active)
-            self._active_tensor = (
-                None
-                if everything
-                else upload(torch.empty(len(active), dtype=torch.uint8, device=self.steps.device), active)
-            )
+        if self._active_tensor is not None and is_capturing():
+            self._captured[tuple(active)] = self._active_tensor
+
+    def _on_device(self, active: tuple[bool, ...]) -> Tensor:
+        known = self._captured.get(active, self._active_tensors.get(active))
+        if known is None:
+            if is_capturing():
+                raise RuntimeError("other parameters have a gradient than in any step before; do one without a graph")
+            known = upload(torch.empty(len(active), dtype=torch.uint8, device=self.steps.device), active)
+            if len(self._active_tensors) >= _CHOICES:
+                self._active_tensors.clear()
+            self._active_tensors[active] = known
+        return known
 
     @property
     def updates(self) -> Tensor:
