@@ -121,6 +121,7 @@ class FusedAdam(SharedUpdate, torch.optim.Optimizer):
         if amp_found_inf is not None:
             found_inf = amp_found_inf
         if max_norm > 0 and norm is None:
+            self._check_measured(norm)
             norm, _ = self.grad_norm()
         self._earlier_lr = self._done = None
         self._update(self._collect(), scale, None, max_norm, norm, found_inf)
@@ -143,6 +144,7 @@ class FusedAdam(SharedUpdate, torch.optim.Optimizer):
         Returns:
             Norm of the gradients before the multiplication and the overflow flag, see :meth:`grad_norm`.
         """
+        self._check_measured(of_all_ranks)
         live = self._collect()
         norm, found_inf = self._measure(live) if of_all_ranks is None else of_all_ranks
         self._update(live, 1.0, multiplier, max_norm, norm, found_inf)

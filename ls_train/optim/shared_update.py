@@ -73,6 +73,10 @@ class SharedUpdate:
                 "each rank has its own part of the optimiser's state: call consolidate_state_dict() on all ranks first"
             )
 
+    def _check_measured(self, of_all_ranks: object) -> None:
+        if self._sharing is not None and of_all_ranks is None:
+            raise RuntimeError("each rank measures its own part of the gradients: pass norm and flag of all ranks")
+
     def _check_alone(self) -> None:
         if self._sharing is not None:
             raise RuntimeError(

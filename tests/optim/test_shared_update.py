@@ -62,6 +62,9 @@ def run_rank(rank, ranks, folder, dtype, compact, unused):
     for read in (optimizer.state_dict, lambda: copy.deepcopy(optimizer)):
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             read()
+    for update in (optimizer.measured_step, lambda: optimizer.step(max_norm=1.0)):
+        with pytest.raises(RuntimeError, match="pass norm and flag of all ranks"):
+            update()
     with pytest.raises(RuntimeError, match="after the ranks had divided them"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     optimizer.param_groups.pop()

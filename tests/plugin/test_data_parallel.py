@@ -214,3 +214,40 @@ def test_graphs(two_ranks, arguments, update_freq):
         found += [(re.findall(r"^parameters: (\w+)$", out, re.MULTILINE), sent[0]) for out in outputs]
     assert len(set(found[0][0])) == 8
     assert all(run == found[0] for run in found)
+
+
+@pytest.mark.parametrize("failing", ["one rank", "all ranks"])
+def test_what_fails_ends_all_ranks(run_cli, arguments, tmp_path, failing):
+    """Ranks hold parts of the state: one that fails alone waits for nobody, and what all see at once is saved."""
+
+    def run():
+        import torch.distributed as dist
+
+        from fairseq_plugin.device_step import DeviceStep
+
+        step, calls = DeviceStep.run, []
+
+        def third_fails(self, *args, **kwargs):
+            calls.append(None)
+            if len(calls) == 3 and failing == "all ranks":
+                with torch.no_grad():
+                    self._parameters[0].fill_(float("nan"))
+            if len(calls) == 3 and failing == "one rank" and dist.get_rank() == 1:
+                raise ValueError("a bad batch")
+            return step(self, *args, **kwargs)
+
+        DeviceStep.run = third_fails
+        return cli.train()
+
+    options = ["--distributed-world-size", 2, "--distributed-backend", "gloo", "--distributed-no-spawn"]
+    options += ["--distributed-init-method", (tmp_path / "meeting").as_uri(), "--save-dir", tmp_path / "save"]
+    jobs = [run_cli.start(run, *arguments, *options, "--distributed-rank", rank) for rank in range(2)]
+    results = [job.wait(100) for job in jobs]
+    assert all(result.code != 0 for result in results)
+    if failing == "one rank":
+        assert "a bad batch" in results[1].err
+        assert "not saved: each rank has a part of it" in results[1].out
+    else:
+        assert all("gradients are Nan/Inf" in result.err for result in results)
+        saved = torch.load(tmp_path / "save" / "crash.pt", weights_only=False)["last_optimizer_state"]["state"]
+        assert all(entry["exp_avg"].abs().max() > 0 for entry in saved.values() if entry["exp_avg"].numel() > 100)
