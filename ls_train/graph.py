@@ -195,6 +195,10 @@ class CapturedCalls:
         self.replays += 1
         return captured.outputs
 
+    def has_graph(self, kind: Hashable, shape: Shape) -> bool:
+        """Return whether calls of this kind and shape are replayed."""
+        return (kind, shape) in self._captured
+
     def summary(self) -> str:
         """Return numbers of graphs, capture time and share of replayed calls, to be logged."""
         share = self.replays / max(1, self.calls)

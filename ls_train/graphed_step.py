@@ -78,7 +78,7 @@ class GraphedStep:
                 "leave them out or change the optimiser"
             )
         self._model, self._criterion, self._optimizer = model, criterion, optimizer
-        self._max_norm, self._loss_scale = max_norm, loss_scale
+        self._max_norm, self._loss_scale, self._limit = max_norm, loss_scale, limit
         self._static: dict[Hashable, tuple[list[Tensor], Any]] = {}
         device = self._trained[0].device
         reasons = _obstacles(model, self._trained)
@@ -139,6 +139,8 @@ class GraphedStep:
     def _memory(self, key: Hashable, arguments: Any, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
         known = self._static.get(key)
         if known is None:
+            if len(self._static) >= 2 * self._limit:
+                self._static = {used: memory for used, memory in self._static.items() if self.calls.has_graph(used, ())}
             device = self._trained[0].device
             memory = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors]
             known = self._static[key] = memory, _rebuild(arguments, iter(memory))

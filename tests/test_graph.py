@@ -208,3 +208,17 @@ def test_bad_arguments():
         ls_train.GraphedStep(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.1), max_norm=1.0)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         ls_train.GraphedStep(nn.Tanh(), nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_inputs_of_shapes_without_a_graph_are_not_kept() -> None:
+    """Data with ever new shapes must not fill the memory; what a graph reads stays where it is."""
+    model = nn.Linear(3, 1)
+    optimizer = ls_train.FusedAdam(model.parameters(), lr=0.0)
+    step = ls_train.GraphedStep(model, nn.functional.mse_loss, optimizer, limit=3, graphs=RecordedGraphs())
+    for number in range(60):
+        for rows in (1, 2 + number % 3, 5 + number):
+            x, target = torch.randn(rows, 3), torch.randn(rows, 1)
+            expected = nn.functional.mse_loss(model(x), target).detach()
+            torch.testing.assert_close(step(x, target), expected)
+        assert len(step._static) <= 2 * 3
+    assert step.calls.replays > 60
