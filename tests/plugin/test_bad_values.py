@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 import pytest
 from fairseq.data import plasma_utils
@@ -10,8 +9,6 @@ from fairseq.data import plasma_utils
 from fairseq_plugin import average, cli, export, option_values
 from fairseq_plugin.errors import UserError
 from tests.plugin.test_bad_input import assert_refused
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def parsed(**values):
