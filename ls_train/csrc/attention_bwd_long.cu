@@ -20,25 +20,15 @@ namespace {
 template <class T, int kDim>
 __global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_bwd_long_dq_kernel(Attention a) {
 #ifdef LS_TRAIN_TENSOR_CORES
-  constexpr int kStride = kTileStride<kDim>;
-  extern __shared__ uint4 shared[];  // two stages, then q, dout: (q_rows, kStride)
-  const Task task = block_task(a, a.q_tiles);
-  const Sequence& seq = task.sequence;
-  const OwnQueries own(a, task);
-  const Stages<T, kDim> stages = {reinterpret_cast<T*>(shared)};
-  T* q = stages.memory + 4 * stages.kTile;
-  T* dout = q + a.q_rows * kStride;
-  const auto load = [&](int stage) {
-    const int key = stage * kStageRows;
-    if (key < own.keys) stages.load(stage, a.k, a.v, seq.k_start + key, task.head, seq.k_len - key, a.dim);
-  };
-  if (own.keys > 0) {
-    load_rows<kDim>(q, a.q, seq.q_start + own.first, task.head, own.rows, a.q_rows, a.dim);
-    load_rows<kDim>(dout, a.dout, seq.q_start + own.first, task.head, own.rows, a.q_rows, a.dim);
-  }
-  load(0);
+  extern __shared__ uint4 shared[];  // two stages, then q, dout: (q_rows, kTileStride)
+  const QueryBlock<T, kDim> block(a, shared);
+  const OwnQueries& own = block.own;
+  const Sequence& seq = block.task.sequence;
+  block.load_own(0, a.q);
+  block.load_own(1, a.dout);
+  block.load_stage(0);
   const DropoutKey dropout = dropout_key(a.dropout);
-  zero_unused<T, 8>(a, a.dq, task.used_q, a.n_q);
+  zero_unused<T, 8>(a, a.dq, block.task.used_q, a.n_q);
   if (own.rows <= 0) return;
 
   float lse2[kRowTiles][2], delta[kRowTiles][2];
@@ -48,9 +38,10 @@ __global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_bwd_long_dq_ke
     for (int h = 0; h < 2; ++h) {
       const int row = own.row(r, h);
       const int64_t packed = seq.q_start + min(row, seq.q_len - 1);
-      lse2[r][h] = fmaxf(a.lse[packed * a.heads + task.head] * kLog2E, kLowestLse);
-      delta[r][h] = row_sum<kDim, T>(a, packed, task.head);
-      if (threadIdx.x % 4 == 0 && row < seq.q_len) a.delta[packed * a.heads + task.head] = delta[r][h];
+      const int64_t at = packed * a.heads + block.task.head;
+      lse2[r][h] = fmaxf(a.lse[at] * kLog2E, kLowestLse);
+      delta[r][h] = row_sum<kDim, T>(a, packed, block.task.head);
+      if (threadIdx.x % 4 == 0 && row < seq.q_len) a.delta[at] = delta[r][h];
     }
   }
 
@@ -58,51 +49,31 @@ __global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_bwd_long_dq_ke
   float dq[kRowTiles][kDim / 8][4] = {};
   wait_stage();
   RowFragments<kDim> queries[kRowTiles], gradients[kRowTiles];
-#pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-    load_fragments<kDim>(queries[r], q + (own.warp_row + r * kWarpRows) * kStride);
-    load_fragments<kDim>(gradients[r], dout + (own.warp_row + r * kWarpRows) * kStride);
-  }
+  block.load_own_fragments(queries, 0);
+  block.load_own_fragments(gradients, 1);
 
-  for (int start = 0; start < own.keys; start += kStageRows) {
-    const int stage = start / kStageRows;
-    if (stage > 0) wait_stage();
-    load(stage + 1);
-#pragma unroll 1
-    for (int key = start; key < min(start + kStageRows, own.warp_keys); key += kChunk) {
-      KeepRows keep[kRowTiles];
+  block.for_chunks(dropout, [&](int key, const T* keys, const T* values, const KeepRows(&keep)[kRowTiles]) {
+    float s[kRowTiles][kChunkTiles][4] = {}, d[kRowTiles][kChunkTiles][4] = {};
+    add_dots<kDim>(s, queries, keys);
+    add_dots<kDim>(d, gradients, values);
+    own.mask(s, seq, key);
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        keep[r] = keep_rows(dropout, seq.q_start + own.row(r, 0), task.head, key / kChunk);
-      }
-      const T* keys = stages.first(stage) + (key - start) * kStride;
-      float s[kRowTiles][kChunkTiles][4] = {}, d[kRowTiles][kChunkTiles][4] = {};
-      add_dots<kDim>(s, queries, keys);
-      add_dots<kDim>(d, gradients, stages.second(stage) + (key - start) * kStride);
-      own.mask(s, seq, key);
+    for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
+      for (int t = 0; t < kChunkTiles; ++t) {
 #pragma unroll
-        for (int t = 0; t < kChunkTiles; ++t) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int h = i / 2;
-            score_gradient(s[r][t][i], d[r][t][i], keep[r](h, t * 2 + i % 2), dropout.scale, scale2, lse2[r][h],
-                           delta[r][h]);
-          }
+        for (int i = 0; i < 4; ++i) {
+          const int h = i / 2;
+          score_gradient(s[r][t][i], d[r][t][i], keep[r](h, t * 2 + i % 2), dropout.scale, scale2, lse2[r][h],
+                         delta[r][h]);
         }
       }
-      add_products<kDim>(dq, d, keys);
     }
-  }
+    add_products<kDim>(dq, d, keys);
+  });
 
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-    const int tile_row = own.warp_row + r * kWarpRows;
-    if (tile_row >= own.rows) return;
-    store_rows(a.dq.at<T>(seq.q_start + own.first + tile_row, task.head), a.dq.row_stride, own.rows - tile_row, a.dim,
-               dq[r], {a.scale, a.scale});
-  }
+  for (int r = 0; r < kRowTiles; ++r) block.store_own(a.dq, r, dq[r], {a.scale, a.scale});
 #endif
 }
 

@@ -12,23 +12,16 @@ namespace {
 template <class T, int kDim>
 __global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_fwd_long_kernel(Attention a) {
 #ifdef LS_TRAIN_TENSOR_CORES
-  constexpr int kStride = kTileStride<kDim>;
   constexpr int kTiles = kDim / 8;
-  extern __shared__ uint4 shared[];  // two stages, then q: (q_rows, kStride)
-  const Task task = block_task(a, a.q_tiles);
-  const Sequence& seq = task.sequence;
-  const OwnQueries own(a, task);
-  const Stages<T, kDim> stages = {reinterpret_cast<T*>(shared)};
-  T* q = stages.memory + 4 * stages.kTile;
-  const auto load = [&](int stage) {
-    const int key = stage * kStageRows;
-    if (key < own.keys) stages.load(stage, a.k, a.v, seq.k_start + key, task.head, seq.k_len - key, a.dim);
-  };
-  if (own.keys > 0) load_rows<kDim>(q, a.q, seq.q_start + own.first, task.head, own.rows, a.q_rows, a.dim);
-  load(0);
+  extern __shared__ uint4 shared[];  // two stages, then q: (q_rows, kTileStride)
+  const QueryBlock<T, kDim> block(a, shared);
+  const OwnQueries& own = block.own;
+  const Sequence& seq = block.task.sequence;
+  block.load_own(0, a.q);
+  block.load_stage(0);
   const DropoutKey dropout = dropout_key(a.dropout);
-  zero_unused<T, 8>(a, a.out, task.used_q, a.n_q);
-  zero_unused_lse(a, task.used_q);
+  zero_unused<T, 8>(a, a.out, block.task.used_q, a.n_q);
+  zero_unused_lse(a, block.task.used_q);
   if (own.rows <= 0) return;
 
   const float scale2 = a.scale * kLog2E;
@@ -38,58 +31,45 @@ __global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_fwd_long_kerne
   for (int r = 0; r < kRowTiles; ++r) maximum[r][0] = maximum[r][1] = -INFINITY;
   wait_stage();
   RowFragments<kDim> queries[kRowTiles];
-#pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) load_fragments<kDim>(queries[r], q + (own.warp_row + r * kWarpRows) * kStride);
+  block.load_own_fragments(queries, 0);
 
-  for (int start = 0; start < own.keys; start += kStageRows) {
-    const int stage = start / kStageRows;
-    if (stage > 0) wait_stage();
-    load(stage + 1);
-#pragma unroll 1
-    for (int key = start; key < min(start + kStageRows, own.warp_keys); key += kChunk) {
-      KeepRows keep[kRowTiles];
+  block.for_chunks(dropout, [&](int key, const T* keys, const T* values, const KeepRows(&keep)[kRowTiles]) {
+    float s[kRowTiles][kChunkTiles][4] = {};
+    add_dots<kDim>(s, queries, keys);
+    own.mask(s, seq, key);
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        keep[r] = keep_rows(dropout, seq.q_start + own.row(r, 0), task.head, key / kChunk);
-      }
-      float s[kRowTiles][kChunkTiles][4] = {};
-      add_dots<kDim>(s, queries, stages.first(stage) + (key - start) * kStride);
-      own.mask(s, seq, key);
+    for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
+      for (int h = 0; h < 2; ++h) {
+        float largest = s[r][0][h * 2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float largest = s[r][0][h * 2];
+        for (int i = 1; i < kChunkTiles * 2; ++i) largest = fmaxf(largest, s[r][i / 2][h * 2 + i % 2]);
+        largest = fmaxf(maximum[r][h], row_reduce<Max>(largest));
+        const float shift = largest == -INFINITY ? 0.f : largest;  // no key seen yet: exp2(-inf - 0) = 0
+        const float rescale = fast_exp2((maximum[r][h] - shift) * scale2);
+        maximum[r][h] = largest;
+        sum[r][h] *= rescale;
 #pragma unroll
-          for (int i = 1; i < kChunkTiles * 2; ++i) largest = fmaxf(largest, s[r][i / 2][h * 2 + i % 2]);
-          largest = fmaxf(maximum[r][h], row_reduce<Max>(largest));
-          const float shift = largest == -INFINITY ? 0.f : largest;  // no key seen yet: exp2(-inf - 0) = 0
-          const float rescale = fast_exp2((maximum[r][h] - shift) * scale2);
-          maximum[r][h] = largest;
-          sum[r][h] *= rescale;
+        for (int i = 0; i < kChunkTiles * 2; ++i) {
+          float& score = s[r][i / 2][h * 2 + i % 2];
+          // Scaled after the difference: the largest score's exponent is exactly 0 however large the scores are.
+          const float p = fast_exp2((score - shift) * scale2);
+          sum[r][h] += p;
+          score = keep[r](h, i) ? p : 0.f;
+        }
 #pragma unroll
-          for (int i = 0; i < kChunkTiles * 2; ++i) {
-            float& score = s[r][i / 2][h * 2 + i % 2];
-            // Scaled after the difference: the largest score's exponent is exactly 0 however large the scores are.
-            const float p = fast_exp2((score - shift) * scale2);
-            sum[r][h] += p;
-            score = keep[r](h, i) ? p : 0.f;
-          }
-#pragma unroll
-          for (int t = 0; t < kTiles; ++t) {
-            out[r][t][h * 2] *= rescale;
-            out[r][t][h * 2 + 1] *= rescale;
-          }
+        for (int t = 0; t < kTiles; ++t) {
+          out[r][t][h * 2] *= rescale;
+          out[r][t][h * 2 + 1] *= rescale;
         }
       }
-      add_products<kDim>(out, s, stages.second(stage) + (key - start) * kStride);
     }
-  }
+    add_products<kDim>(out, s, values);
+  });
 
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
-    const int tile_row = own.warp_row + r * kWarpRows;
-    if (tile_row >= own.rows) return;
+    if (own.warp_row + r * kWarpRows >= own.rows) return;
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -97,11 +77,10 @@ __global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_fwd_long_kerne
       factor[h] = total == 0.f ? 0.f : dropout.scale / total;
       if (threadIdx.x % 4 == 0 && own.row(r, h) < seq.q_len) {
         const float lse = total == 0.f ? -INFINITY : maximum[r][h] * a.scale + logf(total);
-        a.lse[(seq.q_start + own.row(r, h)) * a.heads + task.head] = lse;
+        a.lse[(seq.q_start + own.row(r, h)) * a.heads + block.task.head] = lse;
       }
     }
-    store_rows(a.out.at<T>(seq.q_start + own.first + tile_row, task.head), a.out.row_stride, own.rows - tile_row, a.dim,
-               out[r], factor);
+    block.store_own(a.out, r, out[r], factor);
   }
 #endif
 }

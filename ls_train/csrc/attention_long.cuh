@@ -12,9 +12,6 @@ namespace ls_train {
 
 constexpr int kLongWarps = 4;
 constexpr int kStageRows = 64;
-constexpr int kRowTiles = 2;
-constexpr int kQueryRows = kRowTiles * kWarpRows;  // of a warp that owns queries
-constexpr float kLowestLse = -1e30f;               // for queries without keys: masked scores less this are still -inf
 
 template <int kDim>
 using RowFragments = uint32_t[kDim / 16][4];
@@ -138,6 +135,73 @@ struct OwnQueries {
         }
       }
     }
+  }
+};
+
+// A block that owns queries: its work, and the keys and values that pass by.
+template <class T, int kDim>
+struct QueryBlock {
+  const Attention& a;
+  const Task task;
+  const OwnQueries own;
+  const Stages<T, kDim> stages;
+
+  __device__ __forceinline__ QueryBlock(const Attention& arguments, void* shared)
+      : a(arguments),
+        task(block_task(arguments, arguments.q_tiles)),
+        own(arguments, task),
+        stages{static_cast<T*>(shared)} {}
+
+  // Memory of the i-th tensor of own rows, behind the stages.
+  __device__ __forceinline__ T* own_tile(int i) const {
+    return stages.memory + 4 * stages.kTile + i * a.q_rows * kTileStride<kDim>;
+  }
+
+  __device__ __forceinline__ void load_own(int i, const HeadRows& x) const {
+    if (own.keys == 0) return;
+    load_rows<kDim>(own_tile(i), x, task.sequence.q_start + own.first, task.head, own.rows, a.q_rows, a.dim);
+  }
+
+  __device__ __forceinline__ void load_stage(int stage) const {
+    const Sequence& seq = task.sequence;
+    const int key = stage * kStageRows;
+    if (key < own.keys) stages.load(stage, a.k, a.v, seq.k_start + key, task.head, seq.k_len - key, a.dim);
+  }
+
+  // The warp's rows of the i-th tensor as left factors.
+  __device__ __forceinline__ void load_own_fragments(RowFragments<kDim> (&x)[kRowTiles], int i) const {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      load_fragments<kDim>(x[r], own_tile(i) + (own.warp_row + r * kWarpRows) * kTileStride<kDim>);
+    }
+  }
+
+  // Goes through the chunks of keys that any of the warp's queries sees: body(first key, keys, values, decisions).
+  template <class Body>
+  __device__ __forceinline__ void for_chunks(const DropoutKey& dropout, Body&& body) const {
+    for (int start = 0; start < own.keys; start += kStageRows) {
+      const int stage = start / kStageRows;
+      if (stage > 0) wait_stage();
+      load_stage(stage + 1);
+#pragma unroll 1
+      for (int key = start; key < min(start + kStageRows, own.warp_keys); key += kChunk) {
+        KeepRows keep[kRowTiles];
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          keep[r] = keep_rows(dropout, task.sequence.q_start + own.row(r, 0), task.head, key / kChunk);
+        }
+        const int at = (key - start) * kTileStride<kDim>;
+        body(key, stages.first(stage) + at, stages.second(stage) + at, keep);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_own(const HeadRows& x, int r, const float (&c)[kDim / 8][4],
+                                            const float (&factor)[2]) const {
+    const int row = own.warp_row + r * kWarpRows;
+    if (row >= own.rows) return;
+    store_rows(x.at<T>(task.sequence.q_start + own.first + row, task.head), x.row_stride, own.rows - row, a.dim, c,
+               factor);
   }
 };
 

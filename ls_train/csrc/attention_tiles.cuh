@@ -11,6 +11,10 @@
 
 namespace ls_train {
 
+constexpr int kRowTiles = 2;
+constexpr int kQueryRows = kRowTiles * kWarpRows;  // of a warp that owns queries, where keys' fragments are used twice
+constexpr float kLowestLse = -1e30f;               // for queries without keys: masked scores less this are still -inf
+
 // Starts the copy of rows of one head into a tile: `count` valid ones from `row` on, zeros up to `padded`.
 template <int kDim, class T>
 __device__ __forceinline__ void load_rows(T* tile, const HeadRows& x, int64_t row, int head, int count, int padded,
@@ -167,9 +171,7 @@ __device__ __forceinline__ void store_rows(T* x, int64_t stride, int rows, int c
       }
       const int row = lane / 4 + half_tile * 8;
       const int column = (t + quad) * 8;
-      if (row < rows && column < columns) {
-        *reinterpret_cast<uint4*>(x + row * stride + column) = make_uint4(r[0], r[1], r[2], r[3]);
-      }
+      if (row < rows && column < columns) store_words(x + row * stride + column, r);
     }
   }
 }

@@ -36,6 +36,29 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], const
                : "memory");
 }
 
+// An 8x8 matrix, of which each lane has the elements (g, 2q), (g, 2q + 1), transposed.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// 16 aligned bytes of shared memory, not before accesses that the program makes earlier.
+__device__ __forceinline__ void load_shared(uint32_t (&x)[4], const void* p) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(shared_address(p))
+               : "memory");
+}
+
+// One store of 16 bytes; the compiler would split an assignment of the four words at times.
+__device__ __forceinline__ void store_words(void* p, const uint32_t (&x)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(p), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // c (16 x 8) += a (16 x 16) * b (16 x 8); b0, b1 hold (rows 2q, 2q + 1; column g) and eight rows further down.
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, half) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
