@@ -277,6 +277,7 @@ cudaError_t attention_bwd(const TensorRef& dq, const TensorRef& dk, const Tensor
   if (error != cudaSuccess) return error;
   if (memory_limit == 0) return attention_bwd_plain(a, q.dtype, max_q, max_k, stream);
   if (is_long(a, max_q, max_k)) return attention_bwd_long(a, q.dtype, max_q, max_k, stream);
+  if (is_short(a, max_q, max_k)) return attention_bwd_short(a, q.dtype, max_q, max_k, stream);
   return dispatch_half_type(q.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     return dispatch_dim(a.dim, [&](auto dim) {

@@ -133,6 +133,7 @@ cudaError_t attention_fwd(const TensorRef& out, const TensorRef& lse, const Tens
   if (error != cudaSuccess) return error;
   if (memory_limit == 0) return attention_fwd_plain(a, q.dtype, max_q, stream);
   if (is_long(a, max_q, max_k)) return attention_fwd_long(a, q.dtype, max_q, stream);
+  if (is_short(a, max_q, max_k)) return attention_fwd_short(a, q.dtype, max_q, max_k, stream);
   return dispatch_half_type(q.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     return dispatch_dim(

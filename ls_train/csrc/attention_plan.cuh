@@ -80,15 +80,26 @@ cudaError_t dispatch_dim(int dim, Body&& body) {
   return body(std::integral_constant<int, 256>());
 }
 
-// Longest sequences up to here, in queries and keys, fit one block that holds all of a sequence and head; beyond, heads
-// of up to kLongDim have their own kernels (attention_long.cuh).
-constexpr int kShortLength = 128;
-constexpr int kLongDim = 64;
+// Kernels by the longest sequence, in queries or keys. Up to kShortLength one block holds all of a sequence and head.
+// Heads of kNarrowDim to kLongDim have kernels of their own (attention_short.cuh) up to kWarpLength, where one warp
+// does, and from kBlockLength on; in between those for any head are as fast. Heads of up to kLongDim have others for
+// all longer ones (attention_long.cuh).
+constexpr int kWarpLength = 32, kBlockLength = 64, kShortLength = 128;
+constexpr int kNarrowDim = 32, kLongDim = 64;
 
-// The running maximum of the long forward is of unscaled scores, hence the sign.
+// Both mask scores before they are scaled, hence the sign.
 inline bool is_long(const Attention& a, int64_t max_q, int64_t max_k) {
   return a.dim <= kLongDim && std::max(max_q, max_k) > kShortLength && a.scale > 0.f;
 }
+
+inline bool is_short(const Attention& a, int64_t max_q, int64_t max_k) {
+  const int64_t longest = std::max(max_q, max_k);
+  const bool measured_faster = longest <= kWarpLength || (longest > kBlockLength && longest <= kShortLength);
+  return a.dim > kNarrowDim && a.dim <= kLongDim && measured_faster && a.scale > 0.f;
+}
+
+cudaError_t attention_fwd_short(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, cudaStream_t stream);
+cudaError_t attention_bwd_short(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, cudaStream_t stream);
 
 cudaError_t attention_fwd_long(const Attention& a, DType dtype, int64_t max_q, cudaStream_t stream);
 cudaError_t attention_bwd_long(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, cudaStream_t stream);

@@ -43,7 +43,11 @@ SIZES: dict[str, Sequence[tuple[int, int]]] = {
     "grad_norm": ((100_003, 0), (1 << 20, 0)),
     "adam": ((100_003, 0), (1 << 18, 0)),
 }
-_LENGTHS = {"short": ((3, 30, 1, 17), (5, 30, 8, 1)), "long": ((300, 33), (300, 140))}
+_LENGTHS = {
+    "short": ((3, 30, 1, 17), (5, 30, 8, 1)),
+    "medium": ((70, 33), (96, 5)),
+    "long": ((300, 33), (300, 140)),
+}
 _HEAD_SIZES = (5, 32, 40, 64, 128, 256)
 _LAYER = "layer"
 """Case of whole layers, whose forward and backward are one compiled operator each and cut their own scratch."""

@@ -15,14 +15,21 @@ from ls_train.testing import assert_accurate, assert_matches_torch
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run, seed_tensor
 
 SEED, OFFSET = 11, 4
-# (query lengths, key lengths, heads, head size): one token, empty sequences, odd sizes, several 32-key blocks. Beyond
-# 128 tokens heads of up to 64 have their own kernels on a GPU.
+# (query lengths, key lengths, heads, head size): one token, empty sequences, odd sizes, several 32-key blocks. On a GPU
+# heads of up to 64 have their own kernels beyond 128 tokens, and those of more than 32 also up to 32 tokens (one warp a
+# sequence and head) and from 65 on (four).
 CASES = {
     "one token": ((1,), (1,), 1, 8),
     "self": ((5, 1, 7), (5, 1, 7), 2, 16),
     "cross": ((3, 8, 2), (6, 1, 9), 2, 32),
     "no keys": ((3, 0, 4), (2, 5, 0), 2, 8),
     "odd sizes": ((7, 13), (11, 13), 3, 5),
+    "one warp": ((32, 17, 0, 1, 16), (32, 17, 5, 1, 0), 2, 64),
+    "one warp, cross": ((3, 30, 20), (32, 7, 31), 3, 40),
+    "two chunks": ((40, 5, 64), (33, 64, 1), 1, 64),
+    "four warps": ((128, 1, 96, 0, 65), (128, 70, 33, 2, 65), 2, 64),
+    "four warps, few queries": ((20, 33), (128, 65), 1, 56),
+    "four warps, few keys": ((128, 65), (20, 33), 1, 48),
     "long": ((70, 33), (70, 97), 1, 64),
     "long, narrow heads": ((65, 0, 130, 1), (65, 3, 130, 0), 2, 24),
     "long, wide heads": ((70, 33), (70, 97), 1, 80),
@@ -35,9 +42,9 @@ CASES = {
 }
 
 
-SLACK = 144
-"""Added to the longest length it chooses the kernels of long sequences."""
-on_every_path = pytest.mark.parametrize("slack", [0, SLACK])
+# Added to longest lengths of up to 64 the second chooses the kernels of four warps, the third those of long sequences.
+on_every_path = pytest.mark.parametrize("slack", [0, 64, 144])
+on_every_width = pytest.mark.parametrize("width", [16, 64])
 
 
 def cumulative(lengths: tuple[int, ...], device: str) -> Tensor:
@@ -129,10 +136,12 @@ def test_matches_torch(case: str, causal: bool, p: float, device: str, dtype: to
 
 
 @on_every_type
-def test_rounded_sizes_and_poisoned_rows(device: str, dtype: torch.dtype) -> None:
+@on_every_path
+@pytest.mark.parametrize("case", ["cross", "one warp, cross"])
+def test_rounded_sizes_and_poisoned_rows(case: str, slack: int, device: str, dtype: torch.dtype) -> None:
     """Rows and sequences added to round sizes up, and a larger longest length, change nothing and give zeros."""
-    lengths_q, lengths_k = CASES["cross"][:2]
-    q, k, v = random_inputs("cross", device, dtype)
+    lengths_q, lengths_k = CASES[case][:2]
+    q, k, v = random_inputs(case, device, dtype)
     dout = torch.randn_like(q)
 
     def results(rounded: bool) -> list[Tensor]:
@@ -145,20 +154,21 @@ def test_rounded_sizes_and_poisoned_rows(device: str, dtype: torch.dtype) -> Non
 
         leaves = [extended(x).requires_grad_() for x in (q, k, v)]
         seed = seed_tensor(SEED, device)
-        longest = max(*lengths_q, *lengths_k)
-        out = attention(*leaves, cu_q, cu_k, longest + 40 * extra, longest + 40 * extra, True, p=0.3, seed=seed)
+        longest = max(*lengths_q, *lengths_k) + (slack if rounded else 0)
+        out = attention(*leaves, cu_q, cu_k, longest, longest, True, p=0.3, seed=seed)
         return [out.detach(), *torch.autograd.grad(out, leaves, extended(dout))]
 
     for plain, rounded in zip(results(False), results(True), strict=True):
         assert not rounded[len(plain) :].any()
         # Another longest length may choose another kernel, which sums in another order.
-        close = 0 if device == "cpu" else 16 * torch.finfo(dtype).eps * float(plain.abs().max())
+        close = 0 if device == "cpu" or slack == 0 else 16 * torch.finfo(dtype).eps * float(plain.abs().max())
         torch.testing.assert_close(rounded[: len(plain)], plain, rtol=0, atol=close)
 
 
 @on_every_type
 @on_every_path
-def test_mask_is_the_reference_mask(slack: int, device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("longest", [32, 64])
+def test_mask_is_the_reference_mask(longest: int, slack: int, device: str, dtype: torch.dtype) -> None:
     """With equal scores and one-hot values the output shows the mask; it belongs to packed row, head and key only."""
     heads, width = 2, 64
 
@@ -167,11 +177,11 @@ def test_mask_is_the_reference_mask(slack: int, device: str, dtype: torch.dtype)
         q = torch.zeros(rows, heads, width, device=device, dtype=dtype)
         v = torch.cat([torch.eye(n, width, device=device, dtype=dtype) for n in lengths])[:, None].repeat(1, heads, 1)
         cu = cumulative(lengths, device)
-        longest = max(lengths) + slack
-        out = attention(q, q, v, cu, cu, longest, longest, p=0.5, seed=seed_tensor(seed, device), offset=offset)
+        limit = longest + slack
+        out = attention(q, q, v, cu, cu, limit, limit, p=0.5, seed=seed_tensor(seed, device), offset=offset)
         return [(part[:, :, :n] != 0).cpu() for part, n in zip(out.split(lengths), lengths, strict=True)]
 
-    lengths = (40, 7, 64)
+    lengths = (longest - 12, 7, longest)
     kept = mask(lengths)
     start = 0
     for part, n in zip(kept, lengths, strict=True):
@@ -179,20 +189,23 @@ def test_mask_is_the_reference_mask(slack: int, device: str, dtype: torch.dtype)
         reference = rng.attention_keep_mask(torch.tensor([SEED]), OFFSET, rows, heads, n, 0.5)
         assert torch.equal(part, reference.transpose(0, 1))
         start += n
-    (one,) = mask((64,))
-    assert torch.equal(one[:40, :, :40], kept[0]), "the mask depends on lengths or on the number of sequences"
+    (one,) = mask((longest,))
+    assert torch.equal(one[: lengths[0], :, : lengths[0]], kept[0]), (
+        "the mask depends on lengths or on the number of sequences"
+    )
     count = one.numel()
     assert abs(int(one.sum()) - count / 2) <= 5 * math.sqrt(count) / 2
-    for other in (mask((64,), offset=OFFSET + 1)[0], mask((64,), seed=SEED + 1)[0], one.flip(1)):
+    for other in (mask((longest,), offset=OFFSET + 1)[0], mask((longest,), seed=SEED + 1)[0], one.flip(1)):
         assert abs(int((one == other).sum()) - count / 2) <= 5 * math.sqrt(count) / 2
 
 
 @on_every_type
 @on_every_path
-def test_large_logits(slack: int, device: str, dtype: torch.dtype) -> None:
+@on_every_width
+def test_large_logits(width: int, slack: int, device: str, dtype: torch.dtype) -> None:
     lengths = (9, 4)
-    q, k, v = torch.randn(3, 13, 2, 16).to(device, dtype).unbind()
-    q = (q * 300).requires_grad_()  # scores up to about 1e4 before the scale of 10 below
+    q, k, v = torch.randn(3, 13, 2, width).to(device, dtype).unbind()
+    q = (q * (1200 / width**0.5)).requires_grad_()  # scores up to about 1e4 before the scale of 10 below
     v.requires_grad_()
     cu = cumulative(lengths, device)
     out = attention(q, k, v, cu, cu, 9 + slack, 9 + slack, scale=10.0)
@@ -203,7 +216,7 @@ def test_large_logits(slack: int, device: str, dtype: torch.dtype) -> None:
     gap = scores.topk(2).values.diff().abs().min()
     assert float(scores.abs().max()) > 1e4
     assert float(gap) > 20, "the seed no longer gives one clear winner a row"
-    best = scores.argmax(-1).t()[:, :, None].expand(-1, -1, 16)
+    best = scores.argmax(-1).t()[:, :, None].expand(-1, -1, width)
     # The winner's probability is exactly one, so its value comes through unchanged.
     torch.testing.assert_close(out[:9].detach(), v[:9].detach().gather(0, best), rtol=0, atol=1e-6)
     # The backward has exp(score - lse) of two float32 numbers of up to 1e5, each with some roundings of 2^-24.
@@ -214,30 +227,34 @@ def test_large_logits(slack: int, device: str, dtype: torch.dtype) -> None:
 
 @on_every_type
 @on_every_path
-def test_logarithm_of_the_sums(slack: int, device: str, dtype: torch.dtype) -> None:
+@on_every_width
+def test_logarithm_of_the_sums(width: int, slack: int, device: str, dtype: torch.dtype) -> None:
     """lse is the natural logarithm before dropout, -inf without keys and zero in unused rows."""
-    q, k, v = torch.randn(3, 8, 2, 16, device=device).to(dtype).unbind()
+    q, k, v = torch.randn(3, 8, 2, width, device=device).to(dtype).unbind()
     out = torch.empty_like(q)
     lse = torch.empty(8, 2, dtype=statistics_dtype(dtype), device=device)
     cu_q, cu_k = cumulative((4, 3), device), cumulative((8, 0), device)
     seed = seed_tensor(1, device)
-    torch.ops.ls_train.attention_fwd(out, lse, q, k, v, cu_q, cu_k, seed, 4 + slack, 8 + slack, False, 0.5, 0.9, 0)
-    reference = torch.einsum("ihd,jhd->ihj", q.double(), k.double()).mul(0.5).logsumexp(-1)
+    scale = 2 / width**0.5
+    torch.ops.ls_train.attention_fwd(out, lse, q, k, v, cu_q, cu_k, seed, 4 + slack, 8 + slack, False, scale, 0.9, 0)
+    reference = torch.einsum("ihd,jhd->ihj", q.double(), k.double()).mul(scale).logsumexp(-1)
     reference[4:7] = float("-inf")
     reference[7:] = 0
     assert_accurate(lse, reference, lse.dtype)
 
 
 @on_every_type
+@pytest.mark.parametrize("longest", [70, 140])
+@on_every_width
 @pytest.mark.parametrize("scale", [0.0, -0.25])
-def test_scales_that_are_not_positive(scale: float, device: str, dtype: torch.dtype) -> None:
+def test_scales_that_are_not_positive(scale: float, width: int, longest: int, device: str, dtype: torch.dtype) -> None:
     """Scores times a scale are those of scaled queries, whatever its sign; long sequences too."""
     lengths = (70, 3)
-    q, k, v = torch.randn(3, 73, 2, 16, device=device).to(dtype).unbind()
+    q, k, v = torch.randn(3, 73, 2, width, device=device).to(dtype).unbind()
     cu = cumulative(lengths, device)
-    factor = scale * 16**0.5  # a power of two or zero: exact
+    factor = scale * width**0.5  # a power of two or zero: exact
     assert_matches_torch(
-        lambda q, k, v: attention(q, k, v, cu, cu, 140, 140, True, scale=scale),
+        lambda q, k, v: attention(q, k, v, cu, cu, longest, longest, True, scale=scale),
         lambda q, k, v: native(q * factor, k, v, lengths, lengths, True),
         (q, k, v),
     )
