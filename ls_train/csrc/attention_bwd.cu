@@ -1,5 +1,6 @@
 // Attention backward on tensor cores: dk, dv and, where one block holds all keys of a sequence, dq; and the launcher of
-// every backward. Long sequences with heads of up to 64 have their own kernels in attention_bwd_long.cu.
+// every backward. Heads of up to 64 have their own kernels for most lengths, in attention_bwd_short.cu and
+// attention_bwd_long.cu (attention_plan.cuh).
 //
 // A block owns the keys and values of one sequence and head (up to 128 at head size 64; a part of 64 or 32 when there
 // are more, then attention_bwd_dq.cu makes dq) and goes through the queries in tiles of up to 64. For each tile:

@@ -1,5 +1,5 @@
-// Attention forward on tensor cores, and the launcher of every forward. Long sequences with heads of up to 64 have
-// their own kernel in attention_fwd_long.cu.
+// Attention forward on tensor cores, and the launcher of every forward. Heads of up to 64 have their own kernels for
+// most lengths, in attention_fwd_short.cu and attention_fwd_long.cu (attention_plan.cuh).
 //
 // A block owns up to 128 queries of one sequence and head, a warp 16 of them; translation lengths are one block of
 // one to eight warps, and several blocks a multiprocessor keep the copies of some in flight while others compute. Keys
