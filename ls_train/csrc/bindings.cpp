@@ -4,7 +4,6 @@
 // An operator is a struct with its name, launcher and tensor arguments (they come first in every schema), and what its
 // scalars demand; Binding<> does the rest.
 #include <dlfcn.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
