@@ -17,9 +17,8 @@ from ls_train import build
 pytestmark = pytest.mark.timeout(1200)  # the first of these tests compiles everything for three targets
 
 ALLOWED_SPILLS: dict[tuple[str, str], int] = {
-    # Its register bound was chosen for the best time on sm_90, where it spills nothing.
-    ("layer_norm_fwd_kernel", "sm_75"): 108,
-    ("layer_norm_fwd_kernel", "sm_80"): 20,
+    # Rows of 4097 to 8192 half-precision columns only.
+    ("layer_norm_bwd_kernel", "sm_90"): 4,
     ("embedding_bwd_kernel", "sm_75"): 16,
     # Heads of 32 only.
     ("attention_bwd_kernel", "sm_90"): 12,

@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ls_train.ops import layer_norm, layer_norm_residual
+from ls_train.ops import bias_dropout_add_layer_norm, layer_norm, layer_norm_residual
 from ls_train.ops._arguments import statistics_dtype
 from ls_train.ops.layer_norm import layer_norm_workspace
 from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch
-from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run
+from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_gpu_type, on_every_type, run, seed_tensor
 
 NORM_SHAPES = (
     *(shape for shape in ROW_SHAPES if shape[1] > 1),
-    *((40, 512), (9, 1000), (5, 4096), (3, 8192), (3, 8200), (5, 4098), (2500, 256)),
+    *((40, 512), (9, 1000), (5, 2048), (5, 4096), (3, 8192), (3, 8200), (3, 16384), (5, 4098), (2500, 256)),
 )
 """Rows held in one, two and four packs a thread, by one warp and many, and not at all; more rows than row groups."""
 
@@ -65,6 +65,47 @@ def test_only_one_output_used() -> None:
     x.requires_grad_()
     (grad,) = torch.autograd.grad(layer_norm_residual(x, weight, bias)[1].sum(), x)
     assert torch.equal(grad, torch.ones(3, 4))
+
+
+MANY_ROWS = 16400
+"""Enough for every geometry that the kernels choose by the number of rows."""
+
+
+@on_every_gpu_type
+@pytest.mark.parametrize("columns", [64, 256, 512, 520, 1000, 1024])
+def test_forward_bits_do_not_depend_on_the_number_of_rows(columns: int, device: str, dtype: torch.dtype) -> None:
+    """Nor on the operator: the backward makes the outputs of a layer again from the sums."""
+    x, residual = torch.randn(2, MANY_ROWS, columns, device=device).to(dtype)
+    bias, weight, norm_bias = torch.randn(3, columns, device=device).to(dtype)
+    seed = seed_tensor(5, device)
+    results = []
+    for rows in (8, 1200, 4000, MANY_ROWS):
+        y, total = bias_dropout_add_layer_norm(
+            x[:rows], bias, residual[:rows], weight, norm_bias, p=0.3, seed=seed, offset=2
+        )
+        results.append((total[:8], y[:8], layer_norm(total, weight, norm_bias)[:8]))
+        assert torch.equal(results[-1][1], results[-1][2]), rows
+        assert all(torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True)), rows
+
+
+@on_every_gpu_type
+@pytest.mark.parametrize("columns", [1000, 1024])
+def test_backward_of_many_rows(columns: int, device: str, dtype: torch.dtype) -> None:
+    """With most of the gradient zero, as sums over all rows would hide the error of one."""
+    x, dy = torch.randn(2, MANY_ROWS, columns, device=device).to(dtype)
+    dy[9:-9] = 0
+    weight, bias = torch.randn(2, columns, device=device).to(dtype)
+
+    def gradients(rows: torch.Tensor) -> list[torch.Tensor]:
+        inputs = [t.clone().requires_grad_() for t in (x[rows], weight, bias)]
+        return list(torch.autograd.grad(layer_norm(*inputs), inputs, dy[rows]))
+
+    everything = torch.arange(MANY_ROWS, device=device)
+    few = torch.cat([everything[:9], everything[-9:]])
+    dx, dweight, dbias = gradients(everything)
+    assert not dx[9:-9].any()
+    for got, wanted in zip((dx[few], dweight, dbias), gradients(few), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 @on_every_type
