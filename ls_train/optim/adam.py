@@ -81,6 +81,8 @@ class FusedAdam(SharedUpdate, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; after construction its parameters get flat buffers of their own."""
+        if self._built:
+            self._check_alone()
         super().add_param_group(param_group)
         check_group(self.param_groups[-1])
         if self._built:
@@ -306,7 +308,6 @@ class FusedAdam(SharedUpdate, torch.optim.Optimizer):
         self._built = True
 
     def _add_buffers(self, buffers: list[FlatBuffer]) -> None:
-        self._check_alone()
         for buffer in buffers:
             buffer.direct_grads = self._direct_grads
         self._buffers += buffers
@@ -367,6 +368,7 @@ class FusedAdam(SharedUpdate, torch.optim.Optimizer):
 
     def _split(self) -> None:
         """Go on tensor by tensor with the parameters of every buffer that something took a parameter out of."""
+        self._check_alone()
         broken = [buffer for buffer in self._buffers if not buffer.intact()]
         if not self._split_logged:
             self._split_logged = True

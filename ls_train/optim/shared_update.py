@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ls_train.optim.all_reduce import FlatAllReduce
@@ -23,7 +25,8 @@ class SharedUpdate:
         """Update only this rank's parts of the parameters from now on, and gather all ranks' behind each update.
 
         Norm and overflow flag that are measured are those of the parts; the update needs those of all ranks. Before the
-        state is read, all ranks call :meth:`consolidate_state_dict`.
+        state is read, all ranks call :attr:`consolidate_state_dict`. In every update the same parameters must have a
+        gradient on all ranks: a rank leaves its part of any other as it is.
 
         Args:
             gradients: sums the gradients of all of the optimiser's buffers; ``is_sharded``.
@@ -32,9 +35,24 @@ class SharedUpdate:
         for moments in self._moments.values():
             self._restrict(moments)
 
+    @property
+    def consolidate_state_dict(self) -> Callable[[], None]:
+        """What brings the state of all ranks' parts together on each; fairseq calls it on all ranks before it saves.
+
+        Raises:
+            AttributeError: no rank has a part. So ``hasattr`` is False, by which fairseq knows whether an optimiser
+                gathers its state itself or a wrapper around the model has to (FullyShardedDataParallel).
+        """
+        if self._sharing is None:
+            raise AttributeError("the state is not divided among ranks: state_dict() is complete as it is")
+        return self._consolidate
+
+    def _reset_sharing(self) -> None:
+        self._sharing: FlatAllReduce | None = None
+        self._is_partial = False  # whether what is not this rank's part of the state is out of date
+
     @torch.no_grad()
-    def consolidate_state_dict(self) -> None:
-        """Bring the state of all ranks' parts together on each; fairseq calls it on all ranks before it saves."""
+    def _consolidate(self) -> None:
         if not self._is_partial:
             return
         for moments in self._moments.values():
@@ -43,10 +61,6 @@ class SharedUpdate:
                     self._sharing.gather(moments.buffer, flat, part)
         self._sharing.wait()
         self._is_partial = False
-
-    def _reset_sharing(self) -> None:
-        self._sharing: FlatAllReduce | None = None
-        self._is_partial = False  # whether what is not this rank's part of the state is out of date
 
     def _restrict(self, moments: Moments) -> None:
         if self._sharing is not None:

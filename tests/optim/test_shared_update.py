@@ -1,6 +1,7 @@
 """Each of several ranks updates its own parts of the parameters: together they are what one alone makes of them."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -15,29 +16,32 @@ UPDATES = 4
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.01}
 
 
-def parameters(dtype):
+def parameters(*dtypes):
+    """Parameters of ``dtypes`` in turn; with several of them there is a frozen one too."""
     torch.manual_seed(1)
-    params = [torch.nn.Parameter((torch.rand(shape) * 0.5).to(dtype)) for shape in SHAPES]
-    return [{"params": params[:3]}, {"params": params[3:], "lr": 3e-2}]
+    kinds = zip(SHAPES, itertools.cycle(dtypes), strict=False)
+    params = [torch.nn.Parameter((torch.rand(shape) * 0.5).to(dtype)) for shape, dtype in kinds]
+    frozen = [torch.nn.Parameter(torch.rand(64, 16), requires_grad=False)] if len(dtypes) > 1 else []
+    return [{"params": params[:3]}, {"params": [*params[3:], *frozen], "lr": 3e-2}]
 
 
-def gradients(step, rank, dtype):
+def gradients(step, rank, params):
     """Powers of two, whose sums are exact in any order; an infinite one in the second update, of one rank."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     grads = [2.0 ** -torch.randint(0, 3, shape, generator=generator).to(torch.float32) for shape in SHAPES]
     if (step, rank) == (1, 1):
         grads[2][0, 0] = float("inf")
-    return [grad.to(dtype) for grad in grads]
+    return [grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)]
 
 
-def steps(optimizer, exchange, ranks, dtype, unused):
+def steps(optimizer, exchange, ranks, unused):
     """Do updates; return norms and flags."""
     found = []
     for step in range(UPDATES):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
         for number, param in enumerate(params):
-            shares = [gradients(step, rank, dtype)[number] for rank in ranks]
-            param.grad = None if number == unused and step == 2 else sum(shares[1:], shares[0]).clone()
+            shares = [gradients(step, rank, params)[number] for rank in ranks]
+            param.grad = None if number in unused and step % 2 == 0 else sum(shares[1:], shares[0]).clone()
         measured = None
         if exchange is not None:
             exchange.start()
@@ -51,13 +55,13 @@ def steps(optimizer, exchange, ranks, dtype, unused):
     return found
 
 
-def run_rank(rank, ranks, folder, dtype, compact, unused):
+def run_rank(rank, ranks, folder, dtypes, compact, unused):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    optimizer = FusedAdam(parameters(dtype), **OPTIONS, compact_master=compact)
+    optimizer = FusedAdam(parameters(*dtypes), **OPTIONS, compact_master=compact)
     exchange = FlatAllReduce(optimizer.buffers, pieces=3, sharded=True)
     assert exchange.is_sharded
     optimizer.share(exchange)
-    found = steps(optimizer, exchange, [rank], dtype, unused)
+    found = steps(optimizer, exchange, [rank], unused)
     params = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
     for read in (optimizer.state_dict, lambda: copy.deepcopy(optimizer)):
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
@@ -65,15 +69,27 @@ def run_rank(rank, ranks, folder, dtype, compact, unused):
     for update in (optimizer.measured_step, lambda: optimizer.step(max_norm=1.0)):
         with pytest.raises(RuntimeError, match="pass norm and flag of all ranks"):
             update()
-    with pytest.raises(RuntimeError, match="after the ranks had divided them"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
-    optimizer.param_groups.pop()
+    refuses_other_parameters(optimizer)
     optimizer.consolidate_state_dict()
     state = optimizer.state_dict()
     optimizer.load_state_dict(copy.deepcopy(state))
     again = optimizer.state_dict()
     torch.save((found, params, state, again), f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
+
+
+def refuses_other_parameters(optimizer):
+    """Added or moved ones raise, and leave the optimiser as it was."""
+    buffers, param = optimizer.buffers, optimizer.param_groups[0]["params"][0]
+    groups, window = len(optimizer.param_groups), param.data
+    with pytest.raises(RuntimeError, match="after the ranks had divided them"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    param.data = window.clone()
+    with pytest.raises(RuntimeError, match="after the ranks had divided them"):
+        optimizer.grad_norm()
+    param.data = window
+    assert len(optimizer.param_groups) == groups
+    assert optimizer.buffers == buffers
 
 
 def assert_same(first, second, exactly=True):
@@ -88,21 +104,23 @@ def assert_same(first, second, exactly=True):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "compact", "unused"),
+    ("ranks", "dtypes", "compact", "unused"),
     [
-        (2, torch.float32, False, None),
-        (2, torch.float16, False, 4),
-        (2, torch.bfloat16, True, 0),
-        (3, torch.float32, False, 1),
+        (2, [torch.float32], False, []),
+        (2, [torch.float16], False, [4]),
+        (2, [torch.bfloat16], True, [0]),
+        (3, [torch.float32], False, [1]),
+        (4, [torch.float16, torch.float32], True, [0, 2, 4]),
     ],
+    ids=["float32", "float16", "compact", "three ranks", "two dtypes, one comes late"],
 )
-def test_ranks_together_equal_one(tmp_path, ranks, dtype, compact, unused):
-    """Parameters, state and norms, with an overflow of one rank, a parameter without gradient, and a clipped norm."""
+def test_ranks_together_equal_one(tmp_path, ranks, dtypes, compact, unused):
+    """Parameters, state and norms, with an overflow of one rank, parameters without gradient, and a clipped norm."""
     # Forks: an import of torch takes longer than the rest, and nothing here uses a GPU.
-    mp.start_processes(run_rank, (ranks, tmp_path, dtype, compact, unused), nprocs=ranks, start_method="fork")
+    mp.start_processes(run_rank, (ranks, tmp_path, dtypes, compact, unused), nprocs=ranks, start_method="fork")
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
-    optimizer = FusedAdam(parameters(dtype), **OPTIONS, compact_master=compact)
-    found = steps(optimizer, None, range(ranks), dtype, unused)
+    optimizer = FusedAdam(parameters(*dtypes), **OPTIONS, compact_master=compact)
+    found = steps(optimizer, None, range(ranks), unused)
     params = [param.detach() for group in optimizer.param_groups for param in group["params"]]
     for norms, values, state, again in results:
         torch.testing.assert_close(torch.stack(norms), torch.stack(found), rtol=1e-6, atol=0)
@@ -131,3 +149,8 @@ def test_parts_are_aligned_and_cover_every_piece(monkeypatch):
                 assert part.start % 8 == part.stop % 8 == 0
                 covered[part] += 1
         assert covered.unique().tolist() == [1]
+
+
+def test_only_shared_state_can_be_consolidated():
+    """fairseq asks with hasattr whether the optimiser gathers its state, or the wrapper around the model has to."""
+    assert not hasattr(FusedAdam(parameters(torch.float32)), "consolidate_state_dict")
