@@ -123,7 +123,10 @@ def alone(run_cli, arguments, tmp_path_factory):
         )
         for optimizer in ("ls_adam", "adam")
     }
-    return {name: (job.wait(150).check().out, parameters(folder / name)) for name, job in jobs.items()}
+    return {
+        name: (job.wait(150).check().out, parameters(folder / name), moments(folder / name))
+        for name, job in jobs.items()
+    }
 
 
 def backwards(log: str) -> set[str]:
@@ -134,6 +137,13 @@ def backwards(log: str) -> set[str]:
 def parameters(folder) -> dict[str, torch.Tensor]:
     model = checkpoint_io.read(str(folder / "checkpoint_last.pt"))["model"]
     return {name: tensor for name, tensor in model.items() if not name.endswith("version")}
+
+
+def moments(folder) -> dict[str, torch.Tensor]:
+    state = checkpoint_io.read(str(folder / "checkpoint_last.pt"))["last_optimizer_state"]["state"]
+    # All in one: that of a k_proj.bias alone is rounding noise.
+    entries = [state[key] for key in sorted(state)]
+    return {name: torch.cat([entry[name].flatten() for entry in entries]) for name in ("exp_avg", "exp_avg_sq")}
 
 
 def furthest(found, expected) -> float:
@@ -162,12 +172,13 @@ def test_equals_one_process(two_ranks, arguments, alone, tmp_path, optimizer, op
     """
     options = [*options, "--update-freq", 2, "--optimizer", optimizer, "--disable-validation"]
     outputs = two_ranks("save", *arguments, *options)
-    log, expected = alone[optimizer]
+    log, expected, expected_moments = alone[optimizer]
     expected_losses = losses(log)
     assert len(expected_losses) == UPDATES
     assert expected_losses[-1] < expected_losses[0] - 0.5
     assert losses(outputs[0]) == pytest.approx(expected_losses, rel=1e-5)
     assert furthest(parameters(tmp_path / "save"), expected) < 1e-5
+    assert furthest(moments(tmp_path / "save"), expected_moments) < 1e-4
     first, second = (re.findall(r"^parameters: (\w+)$", out, re.MULTILINE) for out in outputs)
     assert len(set(first)) == UPDATES
     assert first == second
@@ -193,6 +204,21 @@ def test_resume(two_ranks, arguments, tmp_path):
     rest = two_ranks("rest", *options, "--restore-file", middle)
     assert losses(rest[0]) == losses(whole[0])[3:]
     assert_same_bits(tmp_path / "whole" / "checkpoint_last.pt", tmp_path / "rest" / "checkpoint_last.pt")
+
+
+@pytest.mark.parametrize("fewer", [True, False], ids=["two ranks, then one", "one rank, then two"])
+def test_resume_with_other_ranks(two_ranks, run_cli, arguments, alone, tmp_path, fewer):
+    """What ranks save has the state of all of them. At an epoch's end: within one fairseq rounds the position."""
+    options, together, single = [*arguments, "--disable-validation"], ["--update-freq", 2], ["--update-freq", 4]
+    if fewer:
+        two_ranks("save", *options, *together, "--max-update", 2)
+        run_cli(cli.train, *options, *single, "--save-dir", tmp_path / "save").check()
+    else:
+        run_cli(cli.train, *options, *single, "--max-update", 2, "--save-dir", tmp_path / "save").check()
+        two_ranks("save", *options, *together)
+    _, expected, expected_moments = alone["ls_adam"]
+    assert furthest(parameters(tmp_path / "save"), expected) < 1e-5
+    assert furthest(moments(tmp_path / "save"), expected_moments) < 1e-4
 
 
 @pytest.mark.parametrize("update_freq", [1, 2])
