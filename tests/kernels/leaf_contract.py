@@ -23,6 +23,11 @@ on_every_gpu_type = pytest.mark.parametrize(
 )
 
 
+def on_a_card(*shapes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return large shapes that choose a path of a kernel, or none without a card: the reference has one path."""
+    return shapes if torch.cuda.is_available() else ()
+
+
 def call(name: str, /, **arguments: Any) -> Call:
     """Return a call of operator ``name``; its outputs may hold anything."""
     return name, arguments

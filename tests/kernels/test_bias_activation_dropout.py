@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ls_train.ops import bias_activation_dropout
 from ls_train.ops.bias_activation_dropout import ACTIVATIONS, bias_activation_dropout_workspace
 from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch
-from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run, seed_tensor
+from tests.kernels.leaf_contract import Call, LeafContract, call, on_a_card, on_every_type, run, seed_tensor
 from tests.kernels.test_dropout import kept
 
 NATIVE = {
@@ -46,7 +46,8 @@ class TestLeaf(LeafContract):
 @on_every_type
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("shape", [*ROW_SHAPES, (5000, 256)])  # the last: blocks that walk over several tiles
+# The last: blocks that walk over several tiles.
+@pytest.mark.parametrize("shape", [*ROW_SHAPES, *on_a_card((5000, 256))])
 def test_matches_torch(shape: tuple[int, int], p: float, activation: str, device: str, dtype: torch.dtype) -> None:
     x = torch.randn(shape, device=device).to(dtype)
     bias = torch.randn(shape[1], device=device).to(dtype)

@@ -6,7 +6,7 @@ import torch
 from ls_train.ops import bias_dropout_add
 from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
 from ls_train.testing import ROW_SHAPES, assert_matches_torch
-from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, seed_tensor
+from tests.kernels.leaf_contract import Call, LeafContract, call, on_a_card, on_every_type, seed_tensor
 from tests.kernels.test_dropout import kept
 
 
@@ -30,7 +30,8 @@ class TestLeaf(LeafContract):
 
 @on_every_type
 @pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("shape", [*ROW_SHAPES, (9000, 256)])  # the last: blocks that walk over several tiles
+# The last: blocks that walk over several tiles.
+@pytest.mark.parametrize("shape", [*ROW_SHAPES, *on_a_card((9000, 256))])
 def test_matches_torch(shape: tuple[int, int], p: float, device: str, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, *shape, device=device).to(dtype)
     bias = torch.randn(shape[1], device=device).to(dtype)
