@@ -64,7 +64,8 @@ def cases(stem: str, device: str, dtype: torch.dtype) -> Iterator[Case]:
         for name, arguments in (contract().fresh(case), shifted_call(contract().fresh(case))):
             yield f"{name} {index}", functools.partial(operator(name), **arguments)
     buffers = problems.Buffers(dtype, torch.device(device))
-    for size in SIZES.get(stem, ()):
+    # The sizes choose kernels; without them one of each problem shows that it can be called.
+    for size in SIZES.get(stem, ())[: None if device == "cuda" else 1]:
         for part, call in getattr(problems, stem)(buffers, *size).ours.items():
             yield f"{stem} {part} {size[0]} x {size[1]}", call
     if stem == "attention":

@@ -149,9 +149,11 @@ def test_head_dims(head_dim, device):
 
 
 @pytest.mark.parametrize("device", devices())
-def test_sequences_of_4096_tokens(device):
+def test_long_sequences(device):
+    """On the CPU, which has one path for all lengths, with fewer of the squares that the reference holds."""
+    length = 4096 if device == "cuda" else 1025
     layer = build(LSTransformerDecoderLayer, device, torch.float32)
-    target, source = (Packing.from_lengths(torch.tensor([n]), n, torch.device(device)) for n in (4096, 61))
+    target, source = (Packing.from_lengths(torch.tensor([n]), n, torch.device(device)) for n in (length, 61))
     x, memory = (torch.randn(packing.max_length, 12, device=device) for packing in (target, source))
     compare(layer, x, memory, None, target, source)
 
