@@ -141,17 +141,20 @@ def test_every_number_of_gpus_is_measured_on_the_same_batches(ranks) -> None:
 
 @needs_fairseq
 @pytest.mark.timeout(400)
-def test_fairseq_wps(tmp_path) -> None:
+@pytest.mark.parametrize("names", [["ls_train"], ["ls_train", "fairseq_no_cudnn_attention"]], ids=["fresh", "forked"])
+def test_fairseq_wps(names, imported_fairseq, request, tmp_path) -> None:
+    """A run of ours in an interpreter of its own, as on a GPU; both implementations in forks of this one."""
+    if len(names) > 1:
+        request.getfixturevalue("forked_python")
     output = tmp_path / "wps.json"
     flags = "--arch transformer_toy --precision fp32 --max-tokens 256 --sentences 200 --vocabulary 101 --measured 4"
-    names = "--warm-up 2 --implementation ls_train --implementation fairseq_no_cudnn_attention"
-    fairseq_wps.main([*flags.split(), *names.split(), "--data", str(tmp_path / "data"), "--output", str(output)])
+    flags += " --warm-up 2" + "".join(f" --implementation {name}" for name in names)
+    fairseq_wps.main([*flags.split(), "--data", str(tmp_path / "data"), "--output", str(output)])
     records = json.loads(output.read_text())
     assert all(record.keys() == KEYS | WHERE for record in records)
+    metrics = ("words_per_second", "time", "peak_memory")
     assert {(r["implementation"], r["metric"]) for r in records} == {
-        (name, metric)
-        for name in ("ls_train", "fairseq_no_cudnn_attention")
-        for metric in ("words_per_second", "time", "peak_memory")
+        (name, metric) for name in names for metric in metrics
     }
 
 
