@@ -24,6 +24,7 @@ from ls_train.layers.cross_kv import cross_kv
 from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
 from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
 from ls_train.packing import Packing
+from ls_train.params import FlatParameters
 from tests.kernels import bench_problems as problems
 from tests.kernels.leaf_contract import operator, shifted_call
 
@@ -106,14 +107,16 @@ def _layers(device: str, dtype: torch.dtype) -> Iterator[Case]:
                 kind(**settings, normalize_before=pre_norm).to(device, dtype)
                 for kind in (LSTransformerEncoderLayer, LSTransformerDecoderLayer)
             )
+            # The compiled operators want q, k and v beside each other.
+            flat = [FlatParameters(layer.named_parameters()) for layer in (encoder, decoder)]
             x, memory = (
                 torch.randn(len(side.positions), 48).to(device, dtype).requires_grad_() for side in (target, source)
             )
 
-            def encode(layer=encoder, memory=memory) -> None:
+            def encode(layer=encoder, memory=memory, flat=flat) -> None:
                 layer.forward_packed(memory, source, seed).sum().backward()
 
-            def decode(layer=decoder, x=x, memory=memory) -> None:
+            def decode(layer=decoder, x=x, memory=memory, flat=flat) -> None:
                 kv = cross_kv(memory, source, [layer])
                 layer.forward_packed(x, target, kv, source, 0, seed)[0].sum().backward()
 
