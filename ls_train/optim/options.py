@@ -40,7 +40,7 @@ def upload(target: Tensor, values: Sequence[Any]) -> Tensor:
 
 def is_capturing() -> bool:
     """Return whether what is launched now goes into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def inverse(scale: float | Tensor, device: torch.device) -> Tensor | None:
