@@ -52,7 +52,7 @@ ARCHS = {
 }
 _MEASURED = 128  # batches
 _WARM_UP, _WARM_UP_GRAPHS = 25, 200
-OPTIONS = ("token_budget", "balance_ranks")
+OPTIONS = ("token_budget", "balance_ranks", "shard_update")
 """Options of ls_train alone, in cases that say so."""
 _WINDOW = 32  # updates whose batches --ls-balance-ranks exchanges: the same batches are measured in whole ones only
 _INTERVALS = 4  # of the log while it is measured: at the end of each our step waits for its statistics
@@ -72,6 +72,7 @@ class Run:
     measured: int
     token_budget: bool = False
     balance_ranks: bool = False
+    shard_update: bool = False
 
 
 def warm_up_updates(implementation: str) -> int:

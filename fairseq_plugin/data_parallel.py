@@ -1,6 +1,7 @@
 """Several ranks under the plugin's training step: one gradient buffer and one vector of statistics are summed.
 
-Each rank sums and updates its own part of the parameters where they can be divided, and they are gathered again.
+With ``--ls-shard-update`` each rank sums and updates its own part of the parameters where they can be divided, and
+they are gathered again.
 
 No wrapper around the model: layers write into the flat buffer, which autograd's hooks (DistributedDataParallel) would
 not see. Every rank takes part in every collective, also with a dummy batch.
@@ -8,6 +9,7 @@ not see. Every rank takes part in every collective, also with a dummy batch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch import Tensor
 from ls_train.optim import FusedAdam
 from ls_train.optim.all_reduce import FlatAllReduce
 from ls_train.optim.options import upload
+
+logger = logging.getLogger(__name__)
 
 TRAIN_TIME = "train_time"
 """Name under which the ranks' training times are summed with the statistics."""
@@ -30,12 +34,15 @@ class Ranks:
         size: number of ranks.
         group: torch's process group.
         optimizer: whose gradients are summed; its parameters become those of the first rank.
+        sharded: each rank updates its own part of the parameters, where they can be divided.
     """
 
-    def __init__(self, size: int, group: Any, optimizer: FusedAdam) -> None:
+    def __init__(self, size: int, group: Any, optimizer: FusedAdam, sharded: bool) -> None:
         self.size = size
         self.group = group
-        self.gradients = FlatAllReduce(optimizer.buffers, group, sharded=True)
+        self.gradients = FlatAllReduce(optimizer.buffers, group, sharded=sharded)
+        if sharded and not self.gradients.is_sharded:
+            logger.info(f"--ls-shard-update: without effect, the parameters do not divide among {size} ranks")
         for buffer in optimizer.buffers:
             dist.broadcast(buffer.data, dist.get_global_rank(group, 0), group=group)
         if self.gradients.is_sharded:

@@ -75,6 +75,11 @@ HONOURED: tuple[Group, ...] = (
         "ls-balance-ranks",
     ),
     _group(
+        "each rank updates its own part of the parameters",
+        "tests/plugin/test_data_parallel.py::test_equals_one_process",
+        "ls-shard-update",
+    ),
+    _group(
         "the criteria follow it",
         "tests/plugin/test_criterion.py::test_values_gradients_and_logs_equal_fairseq",
         "label-smoothing report-accuracy ignore-prefix-size",

@@ -59,6 +59,10 @@ _BALANCE_HELP = (
     "let the batches of an update be about equally large, so that no rank waits for another: batches change places "
     "within some updates, each comes once an epoch"
 )
+_SHARD_HELP = (
+    "let each rank sum the gradients of its own part of the parameters, update that part and gather the others': half "
+    "the bytes beside the backward, Adam's time divided by the ranks"
+)
 # fairseq and hydra want types as annotations, which this module's are not.
 LSAdamConfig = make_dataclass(
     "LSAdamConfig",
@@ -67,6 +71,7 @@ LSAdamConfig = make_dataclass(
         ("ls_compact_master", bool, field(default=False, metadata={"help": _COMPACT_HELP})),
         ("ls_token_budget", bool, field(default=False, metadata={"help": _BUDGET_HELP})),
         ("ls_balance_ranks", bool, field(default=False, metadata={"help": _BALANCE_HELP})),
+        ("ls_shard_update", bool, field(default=False, metadata={"help": _SHARD_HELP})),
     ],
     bases=(FairseqAdamConfig,),
     namespace={

@@ -117,7 +117,8 @@ class LSTrainer(FairseqTrainer):
         self._lr_scheduler = lr_scheduler.build_lr_scheduler(self.cfg.lr_scheduler, self.optimizer)
         self._lr_scheduler.step_update(0)
         if self.data_parallel_world_size > 1:
-            self._ranks = Ranks(self.data_parallel_world_size, self.data_parallel_process_group, self._fused)
+            sharded = bool(getattr(self.cfg.optimizer, "ls_shard_update", False))
+            self._ranks = Ranks(self.data_parallel_world_size, self.data_parallel_process_group, self._fused, sharded)
 
     def get_train_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return an iterator over the training set and remember it, to know where an epoch ends."""

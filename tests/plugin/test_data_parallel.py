@@ -64,18 +64,23 @@ def recorded(main, eager_ranks):
         from fairseq_plugin import trainer
         from ls_train.optim import all_reduce
 
-        reduce_scatter, built = all_reduce._reduce_scatter, []
+        built = []
+        summing = {"_reduce_scatter": all_reduce._reduce_scatter, "all_reduce": dist.all_reduce}
 
-        def spied_reduce_scatter(part, tensor, **kwargs):
-            print(f"sent: {tensor.numel()}", flush=True)
-            return reduce_scatter(part, tensor, **kwargs)
+        def spied(name):
+            def send(*tensors, **kwargs):
+                if kwargs.get("async_op"):
+                    print(f"sent by {name}: {tensors[-1].numel()}", flush=True)
+                return summing[name](*tensors, **kwargs)
+
+            return send
 
         def captured_calls(self):
             built.append(trainer.CapturedCalls(graphs[dist.get_rank() in eager_ranks](), self._model))
             return built[-1]
 
         graphs = {True: NoGraphs, False: RecordedGraphs}
-        all_reduce._reduce_scatter = spied_reduce_scatter
+        all_reduce._reduce_scatter, dist.all_reduce = spied("_reduce_scatter"), spied("all_reduce")
         trainer.graph_obstacles = lambda *_: []
         trainer.LSTrainer._captured_calls = captured_calls
         try:
@@ -157,12 +162,13 @@ def furthest(found, expected) -> float:
     "optimizer, options, way",
     [
         ("ls_adam", ["--ddp-backend", "c10d"], "bare direct"),
+        ("ls_adam", ["--ddp-backend", "c10d", "--ls-shard-update"], "bare direct"),
         ("ls_adam", ["--ddp-backend", "legacy_ddp"], "bare direct"),
         ("ls_adam", ["--ddp-backend", "c10d", "--store-ema"], "wrapped"),
         ("adam", ["--ddp-backend", "c10d"], "wrapped"),
         ("adam", ["--ddp-backend", "legacy_ddp"], "wrapped"),
     ],
-    ids=["c10d", "legacy_ddp", "c10d with EMA", "c10d with adam", "legacy_ddp with adam"],
+    ids=["c10d", "c10d, sharded", "legacy_ddp", "c10d with EMA", "c10d with adam", "legacy_ddp with adam"],
 )
 def test_equals_one_process(two_ranks, arguments, alone, tmp_path, optimizer, options, way):
     """Uneven last groups and dummy batches; both ranks hold the same bits after every update.
@@ -196,9 +202,11 @@ def test_empty_shard(two_ranks, run_cli, arguments, tmp_path):
         assert losses(found, tag) == pytest.approx(losses(expected, tag), rel=1e-5)
 
 
-def test_resume(two_ranks, arguments, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "sharded"])
+def test_resume(two_ranks, arguments, tmp_path, sharded):
     """Two ranks that start again within an epoch, dropout on, end with the bits of two that did not stop."""
     options = [*arguments, "--update-freq", 2, "--dropout", 0.2, "--attention-dropout", 0.1, "--disable-validation"]
+    options += ["--ls-shard-update"] * sharded
     whole = two_ranks("whole", *options, "--save-interval-updates", 3)
     (middle,) = (tmp_path / "whole").glob("checkpoint_*_3.pt")
     rest = two_ranks("rest", *options, "--restore-file", middle)
@@ -209,7 +217,8 @@ def test_resume(two_ranks, arguments, tmp_path):
 @pytest.mark.parametrize("fewer", [True, False], ids=["two ranks, then one", "one rank, then two"])
 def test_resume_with_other_ranks(two_ranks, run_cli, arguments, alone, tmp_path, fewer):
     """What ranks save has the state of all of them. At an epoch's end: within one fairseq rounds the position."""
-    options, together, single = [*arguments, "--disable-validation"], ["--update-freq", 2], ["--update-freq", 4]
+    options = [*arguments, "--disable-validation", "--ls-shard-update"]
+    together, single = ["--update-freq", 2], ["--update-freq", 4]
     if fewer:
         two_ranks("save", *options, *together, "--max-update", 2)
         run_cli(cli.train, *options, *single, "--save-dir", tmp_path / "save").check()
@@ -223,17 +232,18 @@ def test_resume_with_other_ranks(two_ranks, run_cli, arguments, alone, tmp_path,
 
 # The ranks that run eagerly. Of one batch an update the two runs compare what rank 0 replays and runs eagerly.
 @pytest.mark.parametrize("update_freq, eager", [(1, ((1,), (0, 1))), (2, ((), (1,), (0, 1)))], ids=["1", "2"])
-def test_graphs(two_ranks, arguments, update_freq, eager):
+@pytest.mark.parametrize("way", ["all_reduce", "_reduce_scatter"])
+def test_graphs(two_ranks, arguments, update_freq, eager, way):
     """Ranks in different shapes that replay, or of which one or both run the same rows eagerly: the same bits.
 
     Whatever a rank does it sends the same pieces in the same order.
     """
     options = [*arguments, "--update-freq", update_freq, "--dropout", 0.1, "--disable-validation", "--no-save"]
-    options += ["--max-update", 8]
+    options += ["--max-update", 8, *(["--ls-shard-update"] if way == "_reduce_scatter" else [])]
     found = []
     for eager_ranks in eager:
         outputs = two_ranks(f"eager {eager_ranks}", *options, main=recorded(cli.train, eager_ranks))
-        sent = [re.findall(r"^sent: (\d+)$", out, re.MULTILINE) for out in outputs]
+        sent = [re.findall(rf"^sent by {way}: (\d+)$", out, re.MULTILINE) for out in outputs]
         assert sent[0] == sent[1]
         assert len(sent[0]) >= 3 * 8
         replays = [int(re.search(r"^replays: (\d+)$", out, re.MULTILINE)[1]) for out in outputs]
@@ -267,7 +277,8 @@ def test_what_fails_ends_all_ranks(run_cli, arguments, tmp_path, failing):
         return cli.train()
 
     options = ["--distributed-world-size", 2, "--distributed-backend", "gloo", "--distributed-no-spawn"]
-    options += ["--distributed-init-method", (tmp_path / "meeting").as_uri(), "--save-dir", tmp_path / "save"]
+    options += ["--distributed-init-method", (tmp_path / "meeting").as_uri(), "--ls-shard-update"]
+    options += ["--save-dir", tmp_path / "save"]
     jobs = [run_cli.start(run, *arguments, *options, "--distributed-rank", rank) for rank in range(2)]
     results = [job.wait(100) for job in jobs]
     assert all(result.code != 0 for result in results)

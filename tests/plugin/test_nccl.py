@@ -37,6 +37,7 @@ NCCL = {"NCCL_NVLS_ENABLE": "0"}
 WAYS = {
     "ls_adam": {
         "c10d": (["--ddp-backend", "c10d"], "bare"),
+        "c10d, sharded": (["--ddp-backend", "c10d", "--ls-shard-update"], "bare"),
         "legacy_ddp": (["--ddp-backend", "legacy_ddp"], "bare"),
         "c10d with EMA": (["--ddp-backend", "c10d", "--store-ema"], "wrapped"),
     },
@@ -196,6 +197,8 @@ GRAPHS = {
     "micro-batches": ["--update-freq", 2, "--dropout", 0.1, "--attention-dropout", 0.1],
     "overflows": ["--fp16-init-scale", 2**22, "--dropout", 0.1],
     "base": ["--arch", "ls_transformer", "--lr", 1e-3, "--dropout", 0.1],
+    "sharded": ["--dropout", 0.1, "--ls-shard-update"],
+    "micro-batches, sharded": ["--update-freq", 2, "--dropout", 0.1, "--ls-shard-update"],
 }
 
 
