@@ -198,13 +198,17 @@ def curves_table(records: Sequence[_Record]) -> str:
     """Return means over seeds of validation loss and BLEU, and the differences from fairseq against what is allowed."""
     summaries = [record for record in records if "seeds" in record["case"]]
     cases = _by_case(summaries, lambda c: c["precision"])
+    seeds = {(r["case"]["precision"], r["implementation"], r["metric"]): r["case"]["seeds"] for r in summaries}
     rows = []
     for precision, cells in cases.items():
         for name in _implementations(summaries):
+            if not _value(cells, name, "valid_loss_mean", ""):
+                continue
             row = [f"{_NAMES[name]}, {precision}"]
             for metric, unit in (("valid_loss", " %"), ("bleu", "")):
                 mean, error = (_value(cells, name, f"{metric}_{what}", ".3f") for what in ("mean", "standard_error"))
-                row.append(f"{mean} ± {error}" if error else mean)
+                count = seeds.get((precision, name, f"{metric}_mean"))
+                row.append(f"{mean} ± {error} ({count})" if error else mean)
                 difference = _value(cells, name, f"{metric}_difference", "+.2f")
                 allowed = _value(cells, name, f"{metric}_allowed", ".2f")
                 row.append(f"{difference}{unit} (allowed {allowed}{unit})" if difference else "")
@@ -212,8 +216,8 @@ def curves_table(records: Sequence[_Record]) -> str:
     if not rows:
         return ""
     case = summaries[0]["case"]
-    head = ["", "validation loss", "against fairseq", "BLEU", "against fairseq"]
-    about = f"{case['arch']}, {case['updates']} updates of at most {case['max_tokens']} tokens, {case['seeds']} seeds."
+    head = ["", "validation loss (seeds)", "against fairseq", "BLEU (seeds)", "against fairseq"]
+    about = f"{case['arch']}, {case['updates']} updates of at most {case['max_tokens']} tokens."
     return f"{grid(head, rows)}\n{about}\n"
 
 
