@@ -265,7 +265,7 @@ def test_tables_hold_the_values_of_the_records() -> None:
     losses = curve_records(curves_summary.PEER, [4.0, 4.0], [20.0, 20.0])
     losses += curve_records("ls_train", [4.01, 4.01], [20.4, 20.4])
     table = report.curves_table([*losses, *curves_summary.summary(losses)])
-    assert "4.010 ± 0.000 | +0.25 % (allowed 0.50 %) | 20.400 ± 0.000 | +0.40 (allowed 0.30)" in table
+    assert "4.010 ± 0.000 (2) | +0.25 % (allowed 0.50 %) | 20.400 ± 0.000 (2) | +0.40 (allowed 0.30)" in table
 
 
 def test_pictures_are_drawn_from_records(tmp_path) -> None:

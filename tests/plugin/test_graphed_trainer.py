@@ -113,7 +113,7 @@ def test_ranks_send_in_one_order(graphed, group, monkeypatch):
     states = []
     for kind in (NoGraphs, RecordedGraphs):
         run = graphed("--dropout", 0.1, "--update-freq", 2, kind=kind)
-        run.trainer._ranks = Ranks(1, group, run.trainer.optimizer.optimizer)
+        run.trainer._ranks = Ranks(1, group, run.trainer.optimizer.optimizer, sharded=False)
         orders = []
         for _ in range(8):
             sent.clear()
