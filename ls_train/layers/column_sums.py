@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ls_train.memory import ALIGNMENT
-from ls_train.ops.column_sum import partial_row_counts
+from ls_train.memory import aligned
+from ls_train.ops.column_sum import overlap, partial_row_counts
 
 MAX_PARTS = 7
 """Operators with column sums in one backward: those of a pre-norm decoder layer."""
@@ -74,11 +74,9 @@ class _Begun:
 
     def holds(self, gradient: Tensor) -> bool:
         """Return whether ``gradient`` has memory in common with those that were taken."""
-        begin, end = gradient.data_ptr(), gradient.data_ptr() + gradient.nbytes
-        return any(known.data_ptr() < end and begin < known.data_ptr() + known.nbytes for known in self.gradients)
+        return any(overlap(gradient, known) for known in self.gradients)
 
 
 def aligned_sums(size: int) -> int:
     """Return ``size`` float32 elements rounded up to where the next workspace may begin."""
-    step = ALIGNMENT // 4
-    return -(-size // step) * step
+    return aligned(4 * size) // 4

@@ -51,7 +51,7 @@ def _column_sum(
     for i, gradient in enumerate(gradients):
         arguments.tensor("gradients", gradient, (gradient.numel(),))
         for other in gradients[:i]:
-            if _overlap(gradient, other):
+            if overlap(gradient, other):
                 arguments.fail(
                     ValueError, "gradients", "overlap; add up those of one parameter in calls one after another"
                 )
@@ -66,7 +66,8 @@ def _column_sum(
             store_gradient(gradient, part.view(rows, gradient.numel()).sum(0), accumulate)
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two contiguous tensors have memory in common."""
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
 
 
