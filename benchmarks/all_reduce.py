@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import trace
-from benchmarks.fairseq_wps import ARCHS, OPTIONS, VOCABULARY, Run, arguments_of, environments
+from benchmarks.fairseq_wps import ARCHS, OPTIONS, VOCABULARY, Run, add_options, arguments_of, environments
 from benchmarks.processes import Prepared, in_turn
 from benchmarks.random_data import write_data
 from benchmarks.records import RESULTS, compile_kernels, write_records
@@ -98,9 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--warm-up", type=int, help="updates before the recorded ones; default: each batch once and a few more"
     )
-    for name in OPTIONS:
-        option = name.replace("_", "-")
-        parser.add_argument(f"--{option}", action="store_true", help=f"with --ls-{option}, in cases that say so")
+    add_options(parser)
     parser.add_argument("--sentences", type=int, default=80000)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--data", type=Path, help="folder of the data-bin: made if it is missing, and kept")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -54,7 +55,6 @@ _MEASURED = 128  # batches
 _WARM_UP, _WARM_UP_GRAPHS = 25, 200
 OPTIONS = ("token_budget", "balance_ranks", "shard_update")
 """Options of ls_train alone, in cases that say so."""
-_WINDOW = 32  # updates whose batches --ls-balance-ranks exchanges: the same batches are measured in whole ones only
 _INTERVALS = 4  # of the log while it is measured: at the end of each our step waits for its statistics
 _UNITS = {"words_per_second": "words/s", "time": "ms", "peak_memory": "GiB", "efficiency": "%"}
 
@@ -255,6 +255,13 @@ def _runs(options: argparse.Namespace) -> list[Run]:
     return runs
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each of :data:`OPTIONS`."""
+    for name in OPTIONS:
+        option = name.replace("_", "-")
+        parser.add_argument(f"--{option}", action="store_true", help=f"ours with --ls-{option}, in cases that say so")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the benchmark's command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -278,9 +285,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(available())}, at all sizes or one",
     )
     parser.add_argument("--gpus", type=int, help="also with so many GPUs of this host; cases then hold gpus")
-    for name in OPTIONS:
-        option = name.replace("_", "-")
-        parser.add_argument(f"--{option}", action="store_true", help=f"ours with --ls-{option}, in cases that say so")
+    add_options(parser)
     parser.add_argument(
         "--measured",
         type=int,
@@ -310,8 +315,11 @@ def main(argv: list[str] | None = None) -> None:
         parser().error(f"--gpus {options.gpus}: this host has {torch.cuda.device_count()}")
     if options.measured < 1 or options.measured % (_INTERVALS * (options.gpus or 1)):
         parser().error(f"--measured {options.measured}: give a multiple of {_INTERVALS} times the number of GPUs")
-    if options.balance_ranks and options.gpus and options.measured % (_WINDOW * options.gpus):
-        parser().error(f"--measured {options.measured}: --balance-ranks exchanges {_WINDOW * options.gpus} batches")
+    if options.balance_ranks and options.gpus:
+        # The same batches are measured in whole windows only. Imported here, as the plugin brings all of fairseq.
+        window = importlib.import_module("fairseq_plugin.rank_balance").WINDOW * options.gpus
+        if options.measured % window:
+            parser().error(f"--measured {options.measured}: --balance-ranks exchanges {window} batches")
     start = time.monotonic()
     compile_kernels()
     results: dict[Run, dict[str, float]] = {}
