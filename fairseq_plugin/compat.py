@@ -24,7 +24,6 @@ import inspect
 import io
 import logging
 import os
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ import numpy as np
 import torch
 
 from fairseq_plugin.errors import UserError
+from fairseq_plugin.ports import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -291,6 +291,31 @@ def _replaced_words() -> None:
     utils.replace_unk = replace_unk
 
 
+def _port_may_be_taken() -> bool:
+    from fairseq.distributed import utils as distributed_utils
+
+    infer = getattr(distributed_utils, "_infer_single_node_init", None)
+    return infer is not None and _has_code(infer, "port = random.randint(10000, 60000)")
+
+
+@_mend(
+    "ranks of one host meet at a random port, which an outgoing connection of any process may have",
+    _port_may_be_taken,
+)
+def _free_port() -> None:
+    from fairseq.distributed import utils as distributed_utils
+
+    infer = distributed_utils._infer_single_node_init
+
+    def infer_single_node_init(cfg: Any) -> None:
+        # Processes that Slurm started find one another by the port that fairseq makes of the job's number.
+        if cfg.distributed_port <= 0 and "SLURM_JOB_ID" not in os.environ:
+            cfg.distributed_port = free_port()
+        infer(cfg)
+
+    distributed_utils._infer_single_node_init = infer_single_node_init
+
+
 def _cpu_ranks_do_not_start() -> bool:
     from fairseq.distributed import utils as distributed_utils
 
@@ -318,7 +343,7 @@ def _cpu_ranks() -> None:
             return call(cfg, main, **kwargs)
         if dist.distributed_init_method is None:
             if dist.distributed_port <= 0:
-                dist.distributed_port = random.SystemRandom().randint(10000, 60000)
+                dist.distributed_port = free_port()
             dist.distributed_init_method = f"tcp://localhost:{dist.distributed_port}"
         dist.distributed_num_procs = dist.distributed_world_size
         kwargs["start_rank"] = dist.distributed_rank

@@ -1,12 +1,16 @@
 """Every mend of fairseq_plugin.compat: what broke works, and nothing else changes."""
 
 import argparse
+import contextlib
+import random
+import socket
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from fairseq_plugin import compat
+from fairseq_plugin import compat, ports
 from fairseq_plugin.errors import UserError
 
 
@@ -66,3 +70,47 @@ def test_missing_fairseq_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fairseq", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'ls-train\[fairseq\]'"):
         compat.import_fairseq()
+
+
+class TestPort:
+    """Ranks of one host meet where nothing listens and no outgoing connection of another process can be."""
+
+    @pytest.fixture
+    def infer(self, monkeypatch):
+        from fairseq.distributed import utils as distributed_utils
+
+        compat.apply()
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        for name in ("MASTER_ADDR", "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+            monkeypatch.delenv(name, raising=False)
+        kept = {"distributed_init_method": None, "distributed_world_size": 2, "distributed_no_spawn": False}
+        kept |= {"tpu": False, "pipeline_model_parallel": False}
+
+        def run(port: int) -> str:
+            cfg = SimpleNamespace(**kept, distributed_port=port)
+            monkeypatch.setattr(distributed_utils, "open_dict", contextlib.nullcontext)
+            distributed_utils.infer_init_method(cfg, force_distributed=True)
+            return cfg.distributed_init_method
+
+        return run
+
+    def test_fairseq_takes_a_free_one(self, infer, monkeypatch):
+        monkeypatch.setattr(compat, "free_port", lambda: 12345)
+        assert infer(-1) == "tcp://localhost:12345"
+        assert infer(4321) == "tcp://localhost:4321"
+
+    def test_ranks_of_slurm_find_one_another(self, infer, monkeypatch):
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+        assert infer(-1) == infer(-1)
+
+    def test_is_free_and_not_for_outgoing_connections(self, monkeypatch):
+        with socket.socket() as taken, socket.socket() as probe:
+            taken.bind(("", 0))
+            port = taken.getsockname()[1]
+            monkeypatch.setattr(random.SystemRandom, "sample", lambda self, numbers, count: [port, *numbers[:50]])
+            found = ports.free_port()
+            assert 10000 <= found < 32768
+            probe.bind(("localhost", found))
+            monkeypatch.setattr(random.SystemRandom, "sample", lambda self, numbers, count: [port])
+            with pytest.raises(UserError, match="--distributed-port"):
+                ports.free_port()

@@ -8,7 +8,6 @@ ranks' batches have different shapes. Every run is processes of its own, as a pr
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairseq_plugin.ports import free_port
 from ls_train.testing import assert_accurate
 from tests.plugin.checkpoint_bits import assert_same_bits
 from tests.plugin.training_log import losses
@@ -251,9 +251,3 @@ def test_overflow_on_one_rank_skips_on_all(train, optimizer, rank):
         assert len({step["bits"] for step in steps}) == UPDATES
     assert [(step["bits"], step["scale"]) for step in first] == [(step["bits"], step["scale"]) for step in second]
     assert "gradient overflow detected" in log
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]

@@ -11,9 +11,10 @@ from fairseq.data.data_utils import batch_by_size
 
 from fairseq_plugin import cli
 from fairseq_plugin.errors import UserError
+from fairseq_plugin.ports import free_port
 from fairseq_plugin.rank_balance import WINDOW, balanced, sizes_of
 from tests.plugin.checkpoint_bits import assert_same_bits
-from tests.plugin.test_ranks import free_port, losses
+from tests.plugin.test_ranks import losses
 from tests.plugin.test_token_budget import ids, wmt_sizes
 from tests.plugin.test_trainer import precise_metrics, start  # noqa: F401
 

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import subprocess
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from fairseq_plugin import cli, guards
 from fairseq_plugin.errors import UserError
+from fairseq_plugin.ports import free_port
 from tests.plugin.test_bad_input import assert_refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,12 +27,6 @@ UPDATES = 6
 def losses(log: str) -> dict[int, float]:
     steps = (json.loads(line) for line in re.findall(r"\| train_inner \| (\{.*\})", log))
     return {int(step["num_updates"]): float(step["loss"]) for step in steps}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

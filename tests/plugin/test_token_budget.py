@@ -11,10 +11,11 @@ from fairseq.data.data_utils import batch_by_size
 from fairseq_plugin import cli
 from fairseq_plugin.errors import UserError
 from fairseq_plugin.packed import Buckets
+from fairseq_plugin.ports import free_port
 from fairseq_plugin.token_budget import fill, filled_by_tokens
 from fairseq_plugin.user_dir import PLUGIN_DIR
 from tests.plugin.checkpoint_bits import assert_same_bits
-from tests.plugin.test_ranks import free_port, losses
+from tests.plugin.test_ranks import losses
 from tests.plugin.test_trainer import precise_metrics, start  # noqa: F401
 
 OPTION = "--ls-token-budget"
