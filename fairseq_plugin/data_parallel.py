@@ -10,7 +10,7 @@ not see. Every rank takes part in every collective, also with a dummy batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,9 @@ class Ranks:
         counts: Sequence[dict[str, float]],
         seconds: float,
         ignore: bool,
-        measured: tuple[Tensor, Tensor] | None = None,
+        measure: Callable[[], tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
-        """Return the statistics of all ranks and micro-batches, float32 scalars on the device, and ``measured``.
+        """Return the statistics of all ranks and micro-batches, float32 scalars on the device, and what was measured.
 
         Args:
             names: of the sums.
@@ -65,18 +65,19 @@ class Ranks:
             counts: for each micro-batch what the host knows.
             seconds: training time of this rank, summed as ``TRAIN_TIME``.
             ignore: this rank had a dummy batch: only its time counts, as in fairseq.
-            measured: norm and overflow flag of this rank's parts of the gradients, None where it has all of them;
-                returned are those of all ranks.
+            measure: returns norm and overflow flag of this rank's parts of the gradients, None where it has all of
+                them; returned are those of all ranks. It is called last, as it waits for the gradients.
         """
         known = {name: 0.0 if ignore else float(sum(part[name] for part in counts)) for name in counts[0]}
         local = sums[0] if len(sums) == 1 else torch.stack(list(sums)).sum(0)
         host = upload(local.new_empty(len(known) + 1), [*known.values(), seconds])
         total = torch.cat([torch.zeros_like(local) if ignore else local, host])
-        if measured is not None:
-            norm, found_inf = measured
+        measured = None
+        if measure is not None:
+            norm, found_inf = measure()
             total = torch.cat([total, norm * norm, found_inf])
         dist.all_reduce(total, group=self.group)
-        if measured is not None:
+        if measure is not None:
             total, squares, found_inf = total.split([len(total) - 2, 1, 1])
             measured = squares.sqrt(), found_inf
         return dict(zip([*names, *known, TRAIN_TIME], total.unbind(), strict=True)), measured

@@ -140,9 +140,10 @@ class DeviceStep:
         self._log_summary()
         if ranks is None:
             return PendingUpdate(samples, self._names, counts, self._update(inverse, *sums))
-        ranks.gradients.finish(marks)
-        measured = self._optimizer.grad_norm() if ranks.gradients.is_sharded else None
-        total, measured = ranks.sum_statistics(self._names, sums, counts, seconds(), is_dummy, measured)
+        is_sharded = ranks.gradients.is_sharded
+        ranks.gradients.finish(marks, wait=not is_sharded)
+        measure = self._optimizer.grad_norm if is_sharded else None
+        total, measured = ranks.sum_statistics(self._names, sums, counts, seconds(), is_dummy, measure)
         inverse = ranks.size / total["sample_size"].view(1).clamp(min=1.0)
         values = self._update(inverse, torch.stack(list(total.values())), measured=measured)
         return PendingUpdate(samples, list(total), [{}], values)

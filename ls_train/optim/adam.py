@@ -333,7 +333,7 @@ class FusedAdam(SharedUpdate, torch.optim.Optimizer):
 
     def _measure(self, live: list[Moments]) -> tuple[Tensor, Tensor]:
         for moments in live:
-            moments.measure_grads()
+            moments.measure_grads(self._arrivals(moments.buffer))
         return measured(live, self._buffers[0].data.device)
 
     def _update(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,8 @@ class FlatAllReduce:
         self._is_last = False
         self._new_mark: Callable[[], Mark] | None = None
         self._marks: Marks = {}
-        self._works: list[Any] = []
+        self._sums: dict[int, Any] = {}  # what is under way, by number of the piece
+        self._gathers: list[Any] = []
 
     def start(self, is_last: bool = True, new_mark: Callable[[], Mark] | None = None) -> None:
         """Listen to the backward that comes next.
@@ -138,11 +139,12 @@ class FlatAllReduce:
             self._first_order = complete + rest
         return self._marks
 
-    def finish(self, marks: Marks) -> None:
+    def finish(self, marks: Marks, wait: bool = True) -> None:
         """Send what is left once the last backward is enqueued; afterwards the device sees the sums of :meth:`parts`.
 
         Args:
             marks: those of this backward, where it was replayed.
+            wait: False leaves it to :meth:`arrivals` to let the device wait.
         """
         for buffer in self._buffers:
             buffer.collect_grads()
@@ -152,12 +154,22 @@ class FlatAllReduce:
             mark = marks.get(piece.number)
             with contextlib.nullcontext() if mark is None else mark.reached():
                 self._send(piece)
-        self.wait()
+        if wait:
+            self.wait()
         self._sent = 0
 
     def parts(self, buffer: FlatBuffer) -> list[slice]:
         """Return the elements of ``buffer`` that this rank updates, one run a piece."""
-        return [self._own(piece.elements) for piece in self._pieces if piece.buffer is buffer]
+        return [self._own(piece.elements) for piece in self._pieces_of(buffer)]
+
+    def arrivals(self, buffer: FlatBuffer) -> Iterator[int]:
+        """Yield the numbers of :meth:`parts` in the order they were sent, each when the device waits for its sums."""
+        numbers = {piece.number: part for part, piece in enumerate(self._pieces_of(buffer))}
+        for piece in self._order or self._pieces:
+            if piece.number in numbers:
+                if piece.number in self._sums:
+                    self._sums.pop(piece.number).wait()
+                yield numbers[piece.number]
 
     def gather(self, buffer: FlatBuffer, flat: Tensor, number: int) -> None:
         """Start to bring all ranks' parts of a piece of ``flat``, laid out as ``buffer``, together on each of them.
@@ -167,17 +179,21 @@ class FlatAllReduce:
             flat: (n,) of any dtype; this rank's part is complete.
             number: of the piece among those of ``buffer``, in the order of :meth:`parts`.
         """
-        elements = [piece.elements for piece in self._pieces if piece.buffer is buffer][number]
+        elements = self._pieces_of(buffer)[number].elements
         whole, own = flat[elements], flat[self._own(elements)]
         if flat.dtype == torch.int16:  # which no backend knows
             whole, own = whole.view(torch.uint8), own.view(torch.uint8)
-        self._works.append(_all_gather(whole, own, group=self._group, async_op=True))
+        self._gathers.append(_all_gather(whole, own, group=self._group, async_op=True))
 
     def wait(self) -> None:
         """Let the device go on when what was sent and gathered has arrived."""
-        for work in self._works:
+        for work in (*self._sums.values(), *self._gathers):
             work.wait()
-        self._works.clear()
+        self._sums.clear()
+        self._gathers.clear()
+
+    def _pieces_of(self, buffer: FlatBuffer) -> list[_Piece]:
+        return [piece for piece in self._pieces if piece.buffer is buffer]
 
     def _own(self, elements: slice) -> slice:
         share = (elements.stop - elements.start) // self._ranks
@@ -232,9 +248,10 @@ class FlatAllReduce:
         piece.is_closed = True
         if self.is_sharded:
             own = piece.buffer.grad[self._own(piece.elements)]
-            self._works.append(_reduce_scatter(own, piece.tensor, group=self._group, async_op=True))
+            work = _reduce_scatter(own, piece.tensor, group=self._group, async_op=True)
         else:
-            self._works.append(dist.all_reduce(piece.tensor, group=self._group, async_op=True))
+            work = dist.all_reduce(piece.tensor, group=self._group, async_op=True)
+        self._sums[piece.number] = work
 
 
 def _cut(buffer: FlatBuffer, count: int, unit: int = 1) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,15 +87,15 @@ class Moments:
         self._captured: dict[tuple[bool, ...], Tensor] = {}
         self._versions = [param._version for param in buffer.params]
         self._parts: list[_Part] | None = None
+        self._measured: Tensor | None = None  # norms and flags of the parts, (2, parts)
 
     def restrict(self, parts: Sequence[slice]) -> None:
         """Measure and update ``parts`` of the buffer only, which another rank does with the rest."""
         begins = self.buffer.segments
+        self._measured = self.norm.new_zeros(2, len(parts))
         self._parts = [
-            _Part(
-                part, (begins - part.start).clamp(0, part.stop - part.start), self.norm.clone(), self.found_inf.clone()
-            )
-            for part in parts
+            _Part(part, (begins - part.start).clamp(0, part.stop - part.start), norm, found_inf)
+            for part, norm, found_inf in zip(parts, *(row.split(1) for row in self._measured), strict=True)
         ]
 
     def set_active(self, active: list[bool]) -> None:
@@ -138,16 +138,22 @@ class Moments:
         else:
             upload(self._update[1:], [done])
 
-    def measure_grads(self) -> None:
-        """Write ``norm`` and ``found_inf`` of the active slots' gradients, of this rank's parts where it has such."""
+    def measure_grads(self, arrivals: Iterable[int] | None = None) -> None:
+        """Write ``norm`` and ``found_inf`` of the active slots' gradients, of this rank's parts where it has such.
+
+        Args:
+            arrivals: numbers of these parts, each yielded when it may be read; None where all may be.
+        """
         grad, work, active = self.buffer.grad, self._workspace, self._active_tensor
         if self._parts is None:
             torch.ops.ls_train.grad_norm(self.norm, self.found_inf, work, grad, self.buffer.segments, active)
             return
-        for part in self._parts:
+        for number in range(len(self._parts)) if arrivals is None else arrivals:
+            part = self._parts[number]
             torch.ops.ls_train.grad_norm(part.norm, part.found_inf, work, grad[part.elements], part.segments, active)
-        torch.linalg.vector_norm(torch.cat([part.norm for part in self._parts]), dim=0, keepdim=True, out=self.norm)
-        torch.amax(torch.cat([part.found_inf for part in self._parts]), dim=0, keepdim=True, out=self.found_inf)
+        # In the order of the parts, not of their arrival.
+        torch.linalg.vector_norm(self._measured[0], dim=0, keepdim=True, out=self.norm)
+        torch.amax(self._measured[1], dim=0, keepdim=True, out=self.found_inf)
 
     def update(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -65,6 +65,10 @@ class SharedUpdate:
     def _restrict(self, moments: Moments) -> None:
         if self._sharing is not None:
             moments.restrict(self._sharing.parts(moments.buffer))
+
+    def _arrivals(self, buffer: FlatBuffer) -> Iterable[int] | None:
+        """Return the numbers of this rank's parts as their gradients arrive, None where it has everything."""
+        return None if self._sharing is None else self._sharing.arrivals(buffer)
 
     def _gather_part(self, buffer: FlatBuffer, part: int) -> None:
         """Start to gather a part that is updated."""

@@ -229,3 +229,35 @@ def test_only_the_last_backward_sends(flat, sent):
             reduce.finish(marks)
             assert len(sent) == 4
             sent.clear()
+
+
+def test_sums_are_awaited_as_they_arrive(flat, monkeypatch):
+    """In the order in which they were sent, each once and no other with it; what is left waits at the end."""
+    awaited = []
+
+    class Work:
+        def __init__(self, tensor):
+            self.part = (tensor.data_ptr() - flat.buffers[0].grad.data_ptr()) // (64 * 4)
+
+        def wait(self):
+            awaited.append(self.part)
+
+    monkeypatch.setattr(all_reduce.dist, "all_reduce", lambda tensor, **_: Work(tensor))
+    monkeypatch.setattr(all_reduce.dist, "broadcast", lambda *_, **__: None)
+    reduce = FlatAllReduce(flat.buffers, pieces=4)
+    for _ in range(2):
+        flat.zero_grad()
+        awaited.clear()
+        reduce.start()
+        write(flat, 2, 3, 0, 1)
+        reduce.finish(reduce.end(), wait=False)
+        assert awaited == []
+        arrivals = reduce.arrivals(flat.buffers[0])
+        for count, part in enumerate((2, 3, 0), 1):
+            assert next(arrivals) == part
+            assert awaited == [2, 3, 0][:count]
+        reduce.wait()
+        assert awaited == [2, 3, 0, 1]
+        assert list(arrivals) == [1]
+        assert list(reduce.arrivals(flat.buffers[0])) == [2, 3, 0, 1]
+        assert awaited == [2, 3, 0, 1]
