@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ls_train import _library
 from ls_train.testing import devices
 from tests.build.test_compile import KERNELS
 from tests.kernels import sanitize
-
-
-class _Operators(TorchDispatchMode):
-    """Remembers the names of our operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == _library.NAMESPACE:
-            self.names.add(func._opname)
-        return func(*args, **(kwargs or {}))
+from tests.operator_calls import OperatorCalls
 
 
 @pytest.mark.parametrize("device", devices())
 def test_every_operator_has_a_case(device: str) -> None:
     """On a GPU the operators that only the compiled library has too."""
-    with _Operators() as called:
+    with OperatorCalls() as called:
         count = sanitize.run(sanitize.all_stems(), device, [torch.float32])
     assert called.names == set(_library.operator_names() if device == "cpu" else _library._schemas)
     assert count > 2 * len(called.names)

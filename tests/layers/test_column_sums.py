@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ls_train import _library
 from ls_train.layers import call, column_sums
@@ -21,25 +20,12 @@ from ls_train.params import FlatParameters
 from ls_train.testing import devices
 from tests.layers.comparison import gradient_errors, gradients
 from tests.layers.test_autograd import SEED
+from tests.operator_calls import OperatorCalls
 
 SIZE = 16
 ON_GPU = [device for device in devices() if device != "cpu"]
 every_kind = pytest.mark.parametrize("kind", [LSTransformerEncoderLayer, LSTransformerDecoderLayer])
 every_order = pytest.mark.parametrize("normalize_before", [True, False], ids=["pre", "post"])
-
-
-class Operators(TorchDispatchMode):
-    """Remembers the calls of our operators: name, and arguments by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == _library.NAMESPACE:
-            names = [argument.name for argument in func._schema.arguments]
-            self.calls.append((func._opname, dict(zip(names, args, strict=False)) | (kwargs or {})))
-        return func(*args, **(kwargs or {}))
 
 
 def build(kind, device="cpu", size=SIZE, **options):
@@ -77,7 +63,7 @@ def test_one_launch_a_layer(frozen, direct, kind, normalize_before):
     flat.direct_grads = direct
     for written in (False, True):
         y = output(layer)
-        with Operators() as operators:
+        with OperatorCalls() as operators:
             y.backward(torch.ones_like(y))
         names = [name for name, _ in operators.calls]
         # What has no slot because it is not wanted is not added to anything.
