@@ -199,6 +199,7 @@ GRAPHS = {
     "base": ["--arch", "ls_transformer", "--lr", 1e-3, "--dropout", 0.1],
     "sharded": ["--dropout", 0.1, "--ls-shard-update"],
     "micro-batches, sharded": ["--update-freq", 2, "--dropout", 0.1, "--ls-shard-update"],
+    "base, sharded": ["--arch", "ls_transformer", "--lr", 1e-3, "--dropout", 0.1, "--ls-shard-update"],
 }
 
 
@@ -219,13 +220,14 @@ def test_graphs(train, options):
     assert bits[2] == bits[0]
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "sharded"])
 @pytest.mark.parametrize("graphs", ["off", "auto"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_resume(train, tmp_path, dtype, graphs):
+def test_resume(train, tmp_path, dtype, graphs, sharded):
     """Two ranks that start again within an epoch, dropout on, end with the bits of two that did not stop."""
     options = ["--update-freq", 2, "--dropout", 0.2, "--attention-dropout", 0.1, "--ls-cuda-graph", graphs]
     # Validation on the set that is trained on would end fairseq's epoch, which both share: no save would lie within it.
-    options += [*TYPES[dtype], "--disable-validation"]
+    options += [*TYPES[dtype], "--disable-validation", *["--ls-shard-update"] * sharded]
     whole = train("whole", 2, *options, "--save-interval-updates", 3).wait()
     (middle,) = (tmp_path / "whole").glob("checkpoint_*_3.pt")
     rest = train("rest", 2, *options, "--restore-file", middle).wait()
@@ -234,12 +236,18 @@ def test_resume(train, tmp_path, dtype, graphs):
     assert_ranks_agree(rest, UPDATES - 3)
 
 
-@pytest.mark.parametrize("optimizer", WAYS)
+# A replay does not run the code that makes the loss infinite.
+EAGER = ["--optimizer", "ls_adam", "--ls-cuda-graph", "off"]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [EAGER, [*EAGER, "--ls-shard-update"], ["--optimizer", "adam"]],
+    ids=["ls_adam", "ls_adam, sharded", "adam"],
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_overflow_on_one_rank_skips_on_all(train, optimizer, rank):
-    # A replay does not run the code that makes the loss infinite.
-    eager = ["--ls-cuda-graph", "off"] if optimizer == "ls_adam" else []
-    options = ["--optimizer", optimizer, "--fp16", "--update-freq", 2, "--no-save", *eager]
+    options = [*optimizer, "--fp16", "--update-freq", 2, "--no-save"]
     log = train("pair", 2, *options, OVERFLOW=f"{rank}:3").wait()
     first, second = (updates(log, which) for which in (0, 1))
     # One call more than updates: the third did nothing but halve the loss scale.
