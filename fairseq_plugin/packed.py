@@ -102,20 +102,50 @@ class Buckets:
         return level(count, 2, SMALLEST_ROWS) if self._step is None else -(-count // self._step) * self._step
 
 
+class _Place(NamedTuple):
+    """Where a 1-D array lies in a block: its type, numpy's ``i8`` for example, and its number of elements."""
+
+    kind: str
+    length: int
+
+    @property
+    def words(self) -> int:
+        """Number of 8-byte words; the next array begins at a whole word."""
+        return -(-self.length * int(self.kind[1:]) // 8)
+
+
+class HostBatch(NamedTuple):
+    """One training batch packed on the host, but for the :class:`Plan` of its update; it travels between processes.
+
+    Attributes:
+        block: int64 (W,), everything the device needs, one array after another.
+        places: of the arrays.
+        sides: padded shape and longest sequence of the decoder's and the encoder's tokens.
+        counted: number of targets that count.
+        options: padding index and ignored prefix it was packed with.
+    """
+
+    block: Tensor
+    places: tuple[tuple[str, int], ...]
+    sides: tuple[tuple[tuple[int, int], int], ...]
+    counted: int
+    options: tuple[int, int]
+
+
 class _Layout:
     """Where the tokens of a padded batch lie once they are packed."""
 
     def __init__(self, padded: Tensor, padding_idx: int) -> None:
-        self.shape = padded.shape
-        self._flat = _host(padded)
-        mask = self._flat != padding_idx
+        self.shape = tuple(padded.shape)
+        flat = _host(padded)
+        mask = flat != padding_idx
         lengths = mask.reshape(padded.shape).sum(1)
         self.indices = np.flatnonzero(mask)
         self.max_length = int(lengths.max(initial=0))
         self.ends = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=self.ends[1:])
         self.positions = np.arange(len(self.indices)) - np.repeat(self.ends[:-1], lengths)
-        self.tokens = self._flat[self.indices]
+        self.tokens = flat[self.indices]
 
     def parts(self, padding_idx: int, rows: int | None, sequences: int | None) -> list[_Part]:
         """Return what the device needs to know; with ``rows`` and ``sequences`` rounded up to those."""
@@ -135,11 +165,6 @@ class _Layout:
             _Part(order),
         ]
 
-    def packing(self, ends: Tensor, positions: Tensor, indices: Tensor, max_length: int) -> Packing:
-        """Return the packing with its tensors on the device."""
-        full = len(indices) in (0, len(self._flat))
-        return Packing(ends, max_length, positions, None if full else indices, *self.shape)
-
 
 def _order(tokens: np.ndarray) -> np.ndarray:
     """Return the indices that sort ``tokens``, equal ones as they come."""
@@ -148,30 +173,55 @@ def _order(tokens: np.ndarray) -> np.ndarray:
     return np.argsort(tokens.astype(np.uint16) if is_narrow else tokens, kind="stable")
 
 
-def pack_batch(
-    sample: Mapping[str, Any], padding_idx: int, device: torch.device, prefix: int = 0, plan: Plan = NO_PLAN
-) -> tuple[PackedBatch, int]:
-    """Return ``sample``, as fairseq's tasks for translation and language models collate it, packed on ``device``.
+def pack_on_host(sample: Mapping[str, Any], padding_idx: int, prefix: int = 0) -> HostBatch:
+    """Return ``sample``, as fairseq's tasks for translation and language models collate it, packed.
 
     Args:
         sample: padded batch on the CPU.
         padding_idx: of source and target.
-        device: where the batch goes; a GPU receives it in one asynchronous copy.
         prefix: this many target tokens of each sentence do not count.
+
+    Raises:
+        ValueError: the batch holds an input that the fused models do not know.
+    """
+    sides, target, counted = _layouts(sample, padding_idx, prefix)
+    parts = [*_head(NO_PLAN), _Part(target)]
+    for side in sides:
+        parts += side.parts(padding_idx, None, None)
+    shapes = tuple((side.shape, side.max_length) for side in sides)
+    return HostBatch(_block(parts), tuple(tuple(part.place) for part in parts), shapes, counted, (padding_idx, prefix))
+
+
+def pack_batch(
+    sample: Mapping[str, Any], padding_idx: int, device: torch.device, prefix: int = 0, plan: Plan = NO_PLAN
+) -> tuple[PackedBatch, int]:
+    """Return ``sample`` packed on ``device``.
+
+    Args:
+        sample: see :func:`pack_on_host`; where the process that loaded it has packed it, that serves
+            (:class:`fairseq_plugin.loading.LoadedBatch`).
+        padding_idx: see :func:`pack_on_host`.
+        device: where the batch goes; a GPU receives it in one asynchronous copy.
+        prefix: see :func:`pack_on_host`.
         plan: numbers that travel with it.
 
     Returns:
         The batch and the number of targets that count.
 
     Raises:
-        ValueError: the batch holds an input that the fused models do not know.
+        ValueError: see :func:`pack_on_host`.
     """
-    sides, target, counted = _layouts(sample, padding_idx, prefix)
-    parts = [*_head(plan), _Part(target)]
-    for side in sides:
-        parts += side.parts(padding_idx, None, None)
-    block = _block(parts, device).to(device, non_blocking=True)
-    return _batch(sides, _views(block, parts), [side.max_length for side in sides], False), counted
+    packed = getattr(sample, "packed", None)
+    if packed is None or packed.options != (padding_idx, prefix):
+        packed = pack_on_host(sample, padding_idx, prefix)
+    # The batch may come again, a dummy for example, while the copy of the first time is still under way.
+    host = torch.empty(len(packed.block), dtype=torch.int64, pin_memory=device.type == "cuda")
+    words = host.numpy()
+    words[:] = packed.block.numpy()
+    words[0] = plan.seed
+    words[1:2].view(np.float32)[:] = plan.inverse, plan.weight
+    views = _views(host.to(device, non_blocking=True), [_Place(*place) for place in packed.places])
+    return _batch(packed.sides, views, [length for _, length in packed.sides], False), packed.counted
 
 
 class StaticBatches:
@@ -219,13 +269,14 @@ class StaticBatches:
         parts = [*_head(plan), _Part(target, shape[0], self._padding_idx)]
         for side, count in zip(sides, shape):
             parts += side.parts(self._padding_idx, count, shape[3])
-        host = _block(parts, self._block.device)
+        host = _block(parts, self._block.device.type == "cuda")
         if shape not in self._known:
             if len(host) > len(self._block):
                 self._block = self._block.new_empty(level(len(host), 0, 1))
             block = self._block[: len(host)]
             lengths = [min(shape[2], limit) for limit in self._limits]
-            self._known[shape] = block, _batch(sides, _views(block, parts), lengths, True)
+            shapes = [(side.shape, side.max_length) for side in sides]
+            self._known[shape] = block, _batch(shapes, _views(block, [part.place for part in parts]), lengths, True)
         block, batch = self._known[shape]
         block.copy_(host, non_blocking=True)
         return shape, batch, counted
@@ -267,24 +318,24 @@ class _Part(NamedTuple):
     fill: int = 0
 
     @property
-    def length(self) -> int:
-        return len(self.array) if self.size is None else self.size
-
-    @property
-    def words(self) -> int:
-        """Number of 8-byte words; the next part begins at a whole word."""
-        return -(-self.length * self.array.itemsize // 8)
+    def place(self) -> _Place:
+        return _Place(self.array.dtype.str[1:], len(self.array) if self.size is None else self.size)
 
 
 def _head(plan: Plan) -> list[_Part]:
     return [_Part(np.array([plan.seed])), _Part(np.array([plan.inverse, plan.weight], dtype=np.float32))]
 
 
-def _batch(sides: list[_Layout], parts: list[Tensor], lengths: Sequence[int], is_padded: bool) -> PackedBatch:
+def _batch(
+    sides: Sequence[tuple[tuple[int, int], int]], parts: list[Tensor], lengths: Sequence[int], is_padded: bool
+) -> PackedBatch:
+    """Return the batch of ``parts`` on the device; ``sides``: see :class:`HostBatch`, ``lengths``: bounds of theirs."""
     seed, factors, target = parts[:3]
     packed = [
-        (tokens, side.packing(ends, positions, indices, length), TokenOrder(*order))
-        for side, length, (ends, positions, indices, tokens, *order) in zip(sides, lengths, (parts[3:9], parts[9:15]))
+        (tokens, _packing(shape, length, ends, positions, indices), TokenOrder(*order))
+        for (shape, _), length, (ends, positions, indices, tokens, *order) in zip(
+            sides, lengths, (parts[3:9], parts[9:15])
+        )
     ]
     (tokens, packing, order), *others = packed
     source_tokens, source, source_order = others[0] if others else (None, None, None)
@@ -294,30 +345,36 @@ def _batch(sides: list[_Layout], parts: list[Tensor], lengths: Sequence[int], is
     )
 
 
+def _packing(shape: tuple[int, int], max_length: int, ends: Tensor, positions: Tensor, indices: Tensor) -> Packing:
+    full = len(indices) in (0, shape[0] * shape[1])
+    return Packing(ends, max_length, positions, None if full else indices, *shape)
+
+
 def _host(padded: Tensor) -> np.ndarray:
     return padded.cpu().numpy().reshape(-1)
 
 
-def _block(parts: list[_Part], device: torch.device) -> Tensor:
-    """Return the parts in one int64 tensor, in pinned memory for a GPU; narrower numbers stay what they are."""
-    host = torch.empty(sum(part.words for part in parts), dtype=torch.int64, pin_memory=device.type == "cuda")
+def _block(parts: list[_Part], pinned: bool = False) -> Tensor:
+    """Return the parts in one int64 tensor; narrower numbers stay what they are."""
+    places = [part.place for part in parts]
+    host = torch.empty(sum(place.words for place in places), dtype=torch.int64, pin_memory=pinned)
     words, start = host.numpy(), 0
-    for part in parts:
-        end = start + part.words
-        place = words[start:end].view(part.array.dtype)
-        place[: len(part.array)] = part.array
-        place[len(part.array) : part.length] = part.fill
+    for part, place in zip(parts, places, strict=True):
+        end = start + place.words
+        space = words[start:end].view(part.array.dtype)
+        space[: len(part.array)] = part.array
+        space[len(part.array) : place.length] = part.fill
         start = end
     return host
 
 
-_TYPES = {"i": {4: torch.int32, 8: torch.int64}, "f": {4: torch.float32}}
+_TYPES = {"i4": torch.int32, "i8": torch.int64, "f4": torch.float32}
 
 
-def _views(block: Tensor, parts: list[_Part]) -> list[Tensor]:
-    """Return where ``parts`` lie in ``block``."""
-    pieces = block.split([part.words for part in parts])
+def _views(block: Tensor, places: Sequence[_Place]) -> list[Tensor]:
+    """Return what lies at ``places`` in ``block``."""
+    pieces = block.split([place.words for place in places])
     return [
-        piece.view(_TYPES[part.array.dtype.kind][part.array.itemsize])[: part.length]
-        for piece, part in zip(pieces, parts)
+        piece if place.kind == "i8" else piece.view(_TYPES[place.kind])[: place.length]
+        for piece, place in zip(pieces, places, strict=True)
     ]

@@ -37,6 +37,7 @@ from fairseq.optim import MemoryEfficientFP16Optimizer, lr_scheduler
 from fairseq_plugin.data_parallel import TRAIN_TIME, Ranks
 from fairseq_plugin.device_step import DeviceStep
 from fairseq_plugin.errors import UserError
+from fairseq_plugin.loading import send_whole
 from fairseq_plugin.optimizer import LSFP16Optimizer
 from fairseq_plugin.pending import PendingUpdate
 from fairseq_plugin.rank_balance import balance
@@ -124,6 +125,11 @@ class LSTrainer(FairseqTrainer):
         """Return an iterator over the training set and remember it, to know where an epoch ends."""
         with self._batches():
             self._epoch_iterator = super().get_train_iterator(*args, **kwargs)
+        if self.is_lean:
+            # Graphs round batches up to their shapes, which the step does.
+            criterion = self._criterion
+            packing = None if self._replays else (criterion.padding_idx, criterion.loss_options.prefix)
+            send_whole(self._epoch_iterator, packing)
         if getattr(self.cfg.optimizer, "ls_balance_ranks", False):
             balance(self._epoch_iterator, self.cfg.dataset.max_tokens, self.cfg.optimization.update_freq)
         return self._epoch_iterator
