@@ -50,7 +50,7 @@ def test_ranks_hardly_wait(max_tokens, ranks):
     assert waiting(works[balanced(works, ranks, (1, 1))], ranks) < 0.02
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 127, 128, 129, 500])
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 127, 256, 257, 600])
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_every_batch_comes_once_and_stays_within_its_window(count, group):
     works = np.random.default_rng(2).random(count)
@@ -67,11 +67,12 @@ def test_every_batch_comes_once_and_stays_within_its_window(count, group):
         assert order.tolist() != balanced(works, group, (3, 2)).tolist()
 
 
-def test_target_tokens_count_twice_and_one_side_is_enough():
-    pairs = Sentences(np.array([[64, 32], [32, 64], [64, 64]]))
-    works = sizes_of(pairs, [[0], [1], [0, 1]], 512)
-    assert works.round(3).tolist() == [192, 192, 384], "rows go up to 64 and 128"
+def test_target_tokens_and_long_sequences_weigh_more_and_one_side_is_enough():
+    pairs = Sentences(np.array([[64, 32], [32, 64], [64, 64], [250, 250]]))
+    works = sizes_of(pairs, [[0], [1], [0, 1], [2] * 4, [3]], 512)
+    assert works[:3].round(3).tolist() == [336, 336, 672], "rows go up to 64 and 128"
     assert works[0] < works[1], "of one shape, the one with more target tokens"
+    assert works[3] < works[4], "of one number of tokens, the one with longer sequences"
     one = sizes_of(Sentences(np.array([10, 200])), [[0], [1]], 512)
     assert one[0] < one[1]
 
