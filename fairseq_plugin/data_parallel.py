@@ -9,6 +9,7 @@ not see. Every rank takes part in every collective, also with a dummy batch.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 TRAIN_TIME = "train_time"
 """Name under which the ranks' training times are summed with the statistics."""
 
+_GATHER_BLOCKS = 64
+"""NCCL's blocks, each of which takes a multiprocessor, where only Adam runs beside them."""
+
 
 class Ranks:
     """The data-parallel group of a run.
@@ -40,7 +44,8 @@ class Ranks:
     def __init__(self, size: int, group: Any, optimizer: FusedAdam, sharded: bool) -> None:
         self.size = size
         self.group = group
-        self.gradients = FlatAllReduce(optimizer.buffers, group, sharded=sharded)
+        gathers = _gather_group(group) if sharded else None
+        self.gradients = FlatAllReduce(optimizer.buffers, group, sharded=sharded, gather_group=gathers)
         if sharded and not self.gradients.is_sharded:
             logger.info(f"--ls-shard-update: without effect, the parameters do not divide among {size} ranks")
         for buffer in optimizer.buffers:
@@ -81,3 +86,14 @@ class Ranks:
             total, squares, found_inf = total.split([len(total) - 2, 1, 1])
             measured = squares.sqrt(), found_inf
         return dict(zip([*names, *known, TRAIN_TIME], total.unbind(), strict=True)), measured
+
+
+@functools.cache  # one for every optimiser of a run
+def _gather_group(group: Any) -> Any:
+    """Return a group of the same ranks for gathers beside Adam: more blocks, which come before those of Adam's."""
+    if dist.get_backend(group) != "nccl":
+        return group
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options.config.min_ctas = options.config.max_ctas = _GATHER_BLOCKS
+    return dist.new_group(dist.get_process_group_ranks(group), backend="nccl", pg_options=options)

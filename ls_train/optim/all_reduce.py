@@ -73,7 +73,12 @@ class FlatAllReduce:
     """
 
     def __init__(
-        self, buffers: Sequence[FlatBuffer], group: Any = None, pieces: int = PIECES, sharded: bool = False
+        self,
+        buffers: Sequence[FlatBuffer],
+        group: Any = None,
+        pieces: int = PIECES,
+        sharded: bool = False,
+        gather_group: Any = None,
     ) -> None:
         """Cut ``buffers``.
 
@@ -82,8 +87,10 @@ class FlatAllReduce:
             group: torch's process group, None for the default one.
             pieces: into how many each buffer is cut, about.
             sharded: where all buffers can be divided among the ranks.
+            gather_group: of the same ranks, for :meth:`gather`; None for ``group``.
         """
         self._group = group
+        self._gather_group = group if gather_group is None else gather_group
         self._buffers = tuple(buffers)
         ranks = dist.get_world_size(group) if sharded else 1
         unit = ALIGNMENT * ranks if sharded else 1
@@ -183,7 +190,7 @@ class FlatAllReduce:
         whole, own = flat[elements], flat[self._own(elements)]
         if flat.dtype == torch.int16:  # which no backend knows
             whole, own = whole.view(torch.uint8), own.view(torch.uint8)
-        self._gathers.append(_all_gather(whole, own, group=self._group, async_op=True))
+        self._gathers.append(_all_gather(whole, own, group=self._gather_group, async_op=True))
 
     def wait(self) -> None:
         """Let the device go on when what was sent and gathered has arrived."""
