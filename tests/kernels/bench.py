@@ -99,6 +99,8 @@ class Timer:
         """Return the time of one of the calls that ``build`` returns, which run one after another.
 
         On a GPU they are captured on the stream they were built on: autograd runs a backward where its forward ran.
+        What they return is held while they are captured: a peer whose output is freed at once would write every call's
+        to the same memory, which never leaves the cache, where our calls have buffers of their own.
 
         Args:
             build: makes the calls.
@@ -117,8 +119,8 @@ class Timer:
         graph = torch.cuda.CUDAGraph()
         # The outer one: a capture that fails leaves its stream the current one.
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
+            held = [call() for call in calls]
+        del held
         return records.median_ms(graph.replay, self.repeats, 3) * 1e3 / len(calls)
 
     def copy(self, moved: int) -> float:
