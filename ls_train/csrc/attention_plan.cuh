@@ -80,11 +80,10 @@ cudaError_t dispatch_dim(int dim, Body&& body) {
   return body(std::integral_constant<int, 256>());
 }
 
-// Kernels by the longest sequence, in queries or keys. Up to kShortLength one block holds all of a sequence and head.
-// Heads of kNarrowDim to kLongDim have kernels of their own (attention_short.cuh) up to kWarpLength, where one warp
-// does, and from kBlockLength on; in between those for any head are as fast. Heads of up to kLongDim have others for
-// all longer ones (attention_long.cuh).
-constexpr int kWarpLength = 32, kBlockLength = 64, kShortLength = 128;
+// Kernels by the longest sequence, in queries or keys. Heads of kNarrowDim to kLongDim have kernels of their own up to
+// kShortLength (attention_short.cuh): one warp does a sequence and head of up to kWarpLength, a block of them a longer
+// one (attention_block.cuh). Heads of up to kLongDim have others for all longer ones (attention_long.cuh).
+constexpr int kWarpLength = 32, kShortLength = 128;
 constexpr int kNarrowDim = 32, kLongDim = 64;
 
 // Both mask scores before they are scaled, hence the sign.
@@ -93,13 +92,15 @@ inline bool is_long(const Attention& a, int64_t max_q, int64_t max_k) {
 }
 
 inline bool is_short(const Attention& a, int64_t max_q, int64_t max_k) {
-  const int64_t longest = std::max(max_q, max_k);
-  const bool measured_faster = longest <= kWarpLength || (longest > kBlockLength && longest <= kShortLength);
-  return a.dim > kNarrowDim && a.dim <= kLongDim && measured_faster && a.scale > 0.f;
+  return a.dim > kNarrowDim && a.dim <= kLongDim && std::max(max_q, max_k) <= kShortLength && a.scale > 0.f;
 }
 
 cudaError_t attention_fwd_short(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, cudaStream_t stream);
 cudaError_t attention_bwd_short(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, cudaStream_t stream);
+
+// The same beyond kWarpLength.
+cudaError_t attention_fwd_block(Attention a, DType dtype, int64_t max_q, int64_t max_k, cudaStream_t stream);
+cudaError_t attention_bwd_block(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, cudaStream_t stream);
 
 cudaError_t attention_fwd_long(const Attention& a, DType dtype, int64_t max_q, cudaStream_t stream);
 cudaError_t attention_bwd_long(const Attention& a, DType dtype, int64_t max_q, int64_t max_k, cudaStream_t stream);

@@ -1,11 +1,11 @@
-// Attention of up to 128 tokens with heads of 33 to 64 on tensor cores, what its kernels share.
+// Attention of up to 128 tokens with heads of 33 to 64 on tensor cores: what its kernels share, and what those of up to
+// 32 tokens do, for which one warp is enough. The others' is in attention_block.cuh.
 //
-// A warp owns 32 queries of one sequence and head, two tiles of 16 rows, so that each fragment of keys and values is
-// used twice; keys go in chunks of 32. Tiles of 32 rows in shared memory have no padding, the 16-byte pieces of a row
-// change places with the row instead. A right factor whose rows are summed over (values, and whatever makes a
-// gradient) is not loaded transposed: a lane takes one piece of each of four rows and pairs their elements. It then
-// accumulates columns 8q to 8q + 7 and 32 + 8q to 32 + 8q + 7 of its rows: 16 bytes to store, without a trade of
-// registers between lanes.
+// A tile in shared memory has no padding, the 16-byte pieces of a row change places with the row instead. A warp alone
+// owns 32 queries, two tiles of 16 rows, so that each fragment of keys and values is used twice. A right factor whose
+// rows are summed over (values, and whatever makes a gradient) is not loaded transposed: a lane takes one piece of each
+// of four rows and pairs their elements. It then accumulates columns 8q to 8q + 7 and 32 + 8q to 32 + 8q + 7 of its
+// rows: 16 bytes to store, without a trade of registers between lanes.
 #pragma once
 
 #include "attention_tiles.cuh"
@@ -31,13 +31,11 @@ struct Piece {  // eight elements of a row
   uint32_t word[4];
 };
 
-// The work of this block, which holds 32 rows a warp: what a sequence has beyond the longest length is not touched.
-template <int kWarps>
-__device__ __forceinline__ Task short_task(const Attention& a) {
-  constexpr int kRows = kWarps * kChunk;
-  Task task = block_task(a, 1);
-  task.sequence.q_len = max(0, min(task.sequence.q_len, kRows));
-  task.sequence.k_len = max(0, min(task.sequence.k_len, kRows));
+// The work of this block: what a sequence has beyond the longest length is not touched.
+__device__ __forceinline__ Task short_task(const Attention& a, int tiles, int longest) {
+  Task task = block_task(a, tiles);
+  task.sequence.q_len = max(0, min(task.sequence.q_len, longest));
+  task.sequence.k_len = max(0, min(task.sequence.k_len, longest));
   return task;
 }
 
@@ -47,16 +45,15 @@ __device__ __forceinline__ int place(int row, int piece) {
   return row * kShortDim + (piece ^ ((row >> 1 & 3) | (row & 1) << 2)) * 8;
 }
 
-// Starts the copy of `count` rows of one head from `row` on into tiles, and of zeros up to the end of the last one.
-template <int kWarps, class T>
-__device__ __forceinline__ void load_tiles(T* tile, const HeadRows& x, int64_t row, int head, int count, int dim) {
-  constexpr int kStep = kWarps * kWarp / 8;
+// Starts the copy of `count` rows of one head from `row` on into a tile, by one warp, and of zeros up to its end.
+template <class T>
+__device__ __forceinline__ void load_tile(T* tile, const HeadRows& x, int64_t row, int head, int count, int dim) {
+  constexpr int kStep = kWarp / 8;
   const int piece = static_cast<int>(threadIdx.x) % 8, start = static_cast<int>(threadIdx.x) / 8;
   const int end = piece * 8 < dim ? count : 0;
-  const int padded = kWarps == 1 ? kChunk : round_up(count, kChunk);
   const T* source = x.at<const T>(row + start, head) + piece * 8;  // not followed where there is nothing to read
-#pragma unroll 8
-  for (int first = 0; first < padded; first += kStep) {
+#pragma unroll
+  for (int first = 0; first < kChunk; first += kStep) {
     copy_async<16>(tile + place(first + start, piece), source, first + start < end);
     source += kStep * x.row_stride;
   }
@@ -124,11 +121,10 @@ __device__ __forceinline__ void store_columns(T* x, int64_t stride, int rows, in
   }
 }
 
-// Scores before the product: -inf where the query does not see the key, so that it stays so. The queries are those from
-// `first` on.
-__device__ __forceinline__ void start_scores(Scores (&s)[kRowTiles], const Sequence& seq, int first, int chunk) {
+// Scores of a sequence before the product: -inf where the query does not see the key, so that it stays so.
+__device__ __forceinline__ void start_scores(Scores (&s)[kRowTiles], const Sequence& seq) {
   const int lane = threadIdx.x % kWarp;
-  const int column = chunk * kChunk + lane % 4 * 2;
+  const int column = lane % 4 * 2;
   const auto start_row = [&](int row, int limit) {
 #pragma unroll
     for (int i = 0; i < kChunkTiles * 2; ++i) {
@@ -137,7 +133,7 @@ __device__ __forceinline__ void start_scores(Scores (&s)[kRowTiles], const Seque
   };
   if (seq.causal) {
 #pragma unroll
-    for (int row = 0; row < kRowTiles * 2; ++row) start_row(row, seq.key_limit(first + row * 8 + lane / 4));
+    for (int row = 0; row < kRowTiles * 2; ++row) start_row(row, seq.key_limit(row * 8 + lane / 4));
   } else {
 #pragma unroll
     for (int row = 0; row < kRowTiles * 2; ++row) start_row(row, seq.k_len);
@@ -172,22 +168,16 @@ __device__ __forceinline__ void draw(Keep8 (&keep)[kRows][2], const DropoutKey& 
   }
 }
 
-// Makes all but the newest kPending groups of copies visible to the block.
-template <int kWarps, int kPending>
-__device__ __forceinline__ void wait_rows() {
+// Makes all but the newest kPending groups of copies visible to the warp.
+template <int kPending>
+__device__ __forceinline__ void wait_tiles() {
   wait_copies<kPending>();
-  if constexpr (kWarps == 1) {
-    __syncwarp();
-  } else {
-    __syncthreads();
-  }
+  __syncwarp();
 }
 
-// Calls body(std::integral_constant<int, warps of a block>()).
-template <class Body>
-cudaError_t dispatch_warps(int64_t max_q, int64_t max_k, Body&& body) {
-  if (std::max(max_q, max_k) <= kWarpLength) return body(std::integral_constant<int, 1>());
-  return body(std::integral_constant<int, 4>());
+// Launches a kernel of one warp a sequence and head, with `tiles` tiles in shared memory.
+inline cudaError_t launch_warps(void (*kernel)(Attention), const Attention& a, int tiles, cudaStream_t stream) {
+  return launch_attention(kernel, a, 1, kWarp, tiles * kShortTile * 2, stream);
 }
 
 }  // namespace ls_train

@@ -21,19 +21,27 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 // Four 8x8 matrices; lane l gives the address of row l % 8 (16 bytes, aligned) of matrix l / 8 and gets in m[i] the
 // elements (g, 2q), (g, 2q + 1) of matrix i.
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const void* row) {
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
 
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const void* row) {
+  load_matrices(m, shared_address(row));
+}
+
 // The same of the transposed matrices.
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], const void* row) {
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], const void* row) {
+  load_matrices_transposed(m, shared_address(row));
 }
 
 // An 8x8 matrix, of which each lane has the elements (g, 2q), (g, 2q + 1), transposed.

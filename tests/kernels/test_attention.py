@@ -16,8 +16,8 @@ from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type,
 
 SEED, OFFSET = 11, 4
 # (query lengths, key lengths, heads, head size): one token, empty sequences, odd sizes, several 32-key blocks. On a GPU
-# heads of up to 64 have their own kernels beyond 128 tokens, and those of more than 32 also up to 32 tokens (one warp a
-# sequence and head) and from 65 on (four).
+# heads of up to 64 have their own kernels beyond 128 tokens, and those of more than 32 also below: one warp a sequence
+# and head of up to 32 tokens, tiles of 64 rows up to 64 and of 128 rows up to 128.
 CASES = {
     "one token": ((1,), (1,), 1, 8),
     "self": ((5, 1, 7), (5, 1, 7), 2, 16),
@@ -26,10 +26,12 @@ CASES = {
     "odd sizes": ((7, 13), (11, 13), 3, 5),
     "one warp": ((32, 17, 0, 1, 16), (32, 17, 5, 1, 0), 2, 64),
     "one warp, cross": ((3, 30, 20), (32, 7, 31), 3, 40),
-    "two chunks": ((40, 5, 64), (33, 64, 1), 1, 64),
-    "four warps": ((128, 1, 96, 0, 65), (128, 70, 33, 2, 65), 2, 64),
-    "four warps, few queries": ((20, 33), (128, 65), 1, 56),
-    "four warps, few keys": ((128, 65), (20, 33), 1, 48),
+    "64 rows": ((40, 5, 64, 0, 17), (33, 64, 1, 3, 17), 3, 64),
+    "64 rows, few queries": ((16, 31, 1), (64, 49, 16), 1, 40),
+    "64 rows, few keys": ((64, 48), (7, 31), 1, 56),
+    "128 rows": ((128, 1, 96, 0, 65), (128, 70, 33, 2, 65), 2, 64),
+    "128 rows, few queries": ((20, 33), (128, 65), 1, 56),
+    "128 rows, few keys": ((128, 65), (20, 33), 1, 48),
     "long": ((70, 33), (70, 97), 1, 64),
     "long, narrow heads": ((65, 0, 130, 1), (65, 3, 130, 0), 2, 24),
     "long, wide heads": ((70, 33), (70, 97), 1, 80),
@@ -42,8 +44,8 @@ CASES = {
 }
 
 
-# Added to longest lengths of up to 64 the second chooses the kernels of four warps, the third those of long sequences.
-on_every_path = pytest.mark.parametrize("slack", [0, 64, 144])
+# Added to longest lengths of up to 32 the second chooses tiles of 64 rows, the third of 128, the last long sequences'.
+on_every_path = pytest.mark.parametrize("slack", [0, 32, 64, 144])
 on_every_width = pytest.mark.parametrize("width", [16, 64])
 
 
@@ -197,6 +199,17 @@ def test_mask_is_the_reference_mask(longest: int, slack: int, device: str, dtype
     assert abs(int(one.sum()) - count / 2) <= 5 * math.sqrt(count) / 2
     for other in (mask((longest,), offset=OFFSET + 1)[0], mask((longest,), seed=SEED + 1)[0], one.flip(1)):
         assert abs(int((one == other).sum()) - count / 2) <= 5 * math.sqrt(count) / 2
+
+
+@on_every_type
+@on_every_path
+def test_everything_dropped(slack: int, device: str, dtype: torch.dtype) -> None:
+    """Without a kept probability there is no scale to undo: zeros, not NaN."""
+    q, k, v = (torch.randn(20, 2, 64, device=device).to(dtype).requires_grad_() for _ in range(3))
+    cu = cumulative((17, 3), device)
+    out = attention(q, k, v, cu, cu, 17 + slack, 17 + slack, True, p=1.0, seed=seed_tensor(SEED, device))
+    for x in (out, *torch.autograd.grad(out.sum(), (q, k, v))):
+        assert not x.any()
 
 
 @on_every_type
