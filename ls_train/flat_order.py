@@ -6,6 +6,7 @@ import re
 import uuid
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # elements: every group of parameters that is multiplied together starts at a multiple of 128 bytes
@@ -54,3 +55,14 @@ def arrange(members: list[tuple[Tensor, tuple]], pad: bool) -> tuple[list[Tensor
         if pad and len(members) > 1:
             lengths[-1] += -sum(lengths[-len(ordered) :]) % ALIGNMENT
     return params, lengths
+
+
+def check_flat(param: Tensor, name: str | None) -> None:
+    """Raise a ValueError where ``param`` cannot lie in a flat buffer."""
+    if param.layout == torch.strided and param.is_floating_point() and param.is_leaf:
+        return
+    label = f"parameter {name}" if name else "a parameter"
+    raise ValueError(
+        f"{label} of shape {tuple(param.shape)}, dtype {param.dtype}, layout {param.layout} cannot be flattened: only "
+        "dense floating-point leaf tensors can; leave it to another optimiser"
+    )

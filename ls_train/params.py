@@ -14,6 +14,7 @@ together lie together, so that q, k and v are one GEMM (:func:`joined`).
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from ls_train.flat_order import arrange, group_of
+from ls_train.flat_order import arrange, check_flat, group_of
 
 _REMEMBERED = 4096  # views and groups of slots that one buffer remembers
 
@@ -190,6 +191,7 @@ class FlatBuffer:
         self._index = {id(param): slot for slot, param in enumerate(self.params)}
         self._grad: Tensor | None = None
         self._slots: list[GradSlot] = []
+        self._slot_tensors: list[Tensor] = []
         # Ownership of a parameter changes only here, so that other buffers' groups are valid until then.
         self._groups: dict[tuple[int, ...], tuple[int, GradSlots | None]] = {}
         self._views: dict[tuple[int, ...], tuple[list[int], Tensor, Tensor]] = {}
@@ -284,6 +286,8 @@ class FlatBuffer:
             TypeError: a gradient is sparse.
         """
         grads = [param.grad for param in self.params]
+        if self._slots and all(map(operator.is_, grads, self._slot_tensors)):
+            return [True] * len(grads)
         if all(grad is None for grad in grads):
             return [False] * len(grads)
         for param, grad in zip(self.params, grads, strict=True):
@@ -296,6 +300,7 @@ class FlatBuffer:
             if self._grad is None or grads[0] is not self._slots[0].tensor:
                 self._grad = grads[0].detach().view(-1)
                 self._slots = [GradSlot(self.params[0], grads[0], self.listeners)]
+                self._slot_tensors = [grads[0]]
                 self._groups.clear()
             return [True]
         self._allocate_grads()
@@ -313,6 +318,7 @@ class FlatBuffer:
                 GradSlot(param, self._grad[begin : begin + param.numel()].view(param.shape), self.listeners)
                 for begin, param in zip(self.begins, self.params, strict=False)
             ]
+            self._slot_tensors = [slot.tensor for slot in self._slots]
 
     @staticmethod
     def _window(flat: Tensor, begin: int, param: Tensor) -> Tensor:
@@ -344,7 +350,7 @@ class FlatParameters:
             if id(param) in seen:
                 continue
             seen.add(id(param))
-            _check(param, name)
+            check_flat(param, name)
             kind = (param.dtype, param.device, param.requires_grad) if flatten else id(param)
             kinds.setdefault(kind, []).append((param, group_of(param, name)))
         self.buffers = [FlatBuffer(*arrange(members, flatten)) for members in kinds.values()]
@@ -388,13 +394,3 @@ def _forget(ids: Sequence[int], gone: weakref.ref[FlatBuffer]) -> None:
     for i in ids:
         if _owners.get(i) is gone:
             del _owners[i]
-
-
-def _check(param: Tensor, name: str | None) -> None:
-    if param.layout == torch.strided and param.is_floating_point() and param.is_leaf:
-        return
-    label = f"parameter {name}" if name else "a parameter"
-    raise ValueError(
-        f"{label} of shape {tuple(param.shape)}, dtype {param.dtype}, layout {param.layout} cannot be flattened: only "
-        "dense floating-point leaf tensors can; leave it to another optimiser"
-    )

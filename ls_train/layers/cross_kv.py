@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ls_train.layers import modules
 from ls_train.layers.column_sums import ColumnSums
-from ls_train.layers.gradients import GradientWriter, Held, given, hold, save_parameters, saved_parameters
+from ls_train.layers.gradients import GradientWriter, Held, alike, given, hold, save_parameters, saved_parameters
 from ls_train.layers.linear import project, project_gradient
 from ls_train.layers.residual import bias_gradient
 from ls_train.memory import workspace
@@ -127,6 +127,6 @@ def cross_kv(memory: Tensor, packing: Packing, layers: Sequence[nn.Module]) -> T
     modules.check_rows("cross_kv", "memory", memory, layers[0].encoder_attn.k_proj.in_features, packing)
     projections = [p for layer in layers for p in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)]
     memory, *parameters = modules.autocast_inputs((memory, *modules.parameters_of(projections)))
-    modules.check_types("cross_kv", (memory,), parameters)
     arguments = hold(modules.wants_gradient((memory,)), (memory,), parameters)
+    modules.check_types("cross_kv", (memory,), alike(arguments))
     return modules.apply(CrossKVFunction, packing.rows, memory.contiguous(), *arguments)

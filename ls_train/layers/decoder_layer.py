@@ -36,7 +36,7 @@ from ls_train.layers.config import LayerConfig
 from ls_train.layers.cross_kv import cross_kv, finish_slice, gradient_slice
 from ls_train.layers.encoder_layer import EncoderLayerFunction, LSTransformerEncoderLayer
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
-from ls_train.layers.gradients import GradientWriter, Held, given, hold, save_parameters, saved_parameters
+from ls_train.layers.gradients import GradientWriter, Held, alike, given, hold, save_parameters, saved_parameters
 from ls_train.memory import Field, SavedBlock, aligned, kept, workspace
 from ls_train.packing import Packing
 
@@ -312,19 +312,20 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
         call = self._call(packing, seed, rng_offset)
         if self.encoder_attn is None:
             x, *parameters = modules.autocast_inputs((x, *modules.parameters_of(self._self_modules())))
-            modules.check_types(name, (x,), parameters)
             save = modules.wants_gradient((x, *parameters))
-            return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *hold(save, (x,), parameters)), kv
+            arguments = hold(save, (x,), parameters)
+            modules.check_types(name, (x,), alike(arguments))
+            return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *arguments), kv
         if kv is None or memory is None:
             raise ValueError(f"{name}: kv and memory are missing; make them with cross_kv(...)")
         rows = memory.positions.shape[0]
         if kv.dim() != 2 or kv.shape[0] != rows or not 0 < (layer + 1) * 2 * self.embed_dim <= kv.shape[1]:
             raise ValueError(f"{name}: kv of shape {tuple(kv.shape)} has no slice for layer {layer} of {rows} rows")
         x, kv, *parameters = modules.autocast_inputs((x, kv, *modules.parameters_of(self._cross_modules())))
-        modules.check_types(name, (x, kv), parameters)
         call = call._replace(memory_cu=memory.cu_seqlens, memory_max_length=memory.max_length, layer=layer)
         save = modules.wants_gradient((x, kv, *parameters))
         arguments = hold(save, (x, kv), parameters)
+        modules.check_types(name, (x, kv), alike(arguments))
         y, handed_on = modules.apply(DecoderLayerFunction, call, save, x.contiguous(), kv, *arguments)
         return y, handed_on if kv.requires_grad else kv
 

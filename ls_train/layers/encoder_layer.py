@@ -25,7 +25,7 @@ from ls_train.layers.call import (
 from ls_train.layers.compiled import layer_backward, layer_forward, parameter_groups
 from ls_train.layers.config import LayerConfig, from_preset
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
-from ls_train.layers.gradients import GradientWriter, Held, given, hold, save_parameters, saved_parameters
+from ls_train.layers.gradients import GradientWriter, Held, alike, given, hold, save_parameters, saved_parameters
 from ls_train.memory import Field, SavedBlock, aligned, kept, workspace
 from ls_train.packing import Packing
 
@@ -264,10 +264,11 @@ class LSTransformerEncoderLayer(nn.Module):
         parameters = modules.parameters_of(self._self_modules())
         modules.check_rows(type(self).__name__, "x", x, self.embed_dim, packing)
         x, *parameters = modules.autocast_inputs((x, *parameters))
-        modules.check_types(type(self).__name__, (x,), parameters)
-        call = self._call(packing, seed, rng_offset)
         save = modules.wants_gradient((x, *parameters))
-        return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *hold(save, (x,), parameters))
+        arguments = hold(save, (x,), parameters)
+        modules.check_types(type(self).__name__, (x,), alike(arguments))
+        call = self._call(packing, seed, rng_offset)
+        return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *arguments)
 
     def extra_repr(self) -> str:
         """Return the layer's settings for ``repr``."""

@@ -65,6 +65,11 @@ def given(arguments: Sequence[Tensor] | tuple[Held]) -> Sequence[Tensor]:
     return arguments[0].tensors if isinstance(arguments[0], Held) else arguments
 
 
+def alike(arguments: Sequence[Tensor] | tuple[Held]) -> Sequence[Tensor]:
+    """Return parameters among ``arguments`` of :func:`hold` with every dtype and device: held ones have but one."""
+    return arguments[0].tensors[:1] if isinstance(arguments[0], Held) else arguments
+
+
 def save_parameters(ctx: FunctionCtx, arguments: Sequence[Tensor] | tuple[Held], *tensors: Tensor) -> None:
     """Save ``tensors`` and the parameters of ``arguments`` for :func:`saved_parameters`."""
     if isinstance(arguments[0], Held):

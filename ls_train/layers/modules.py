@@ -99,6 +99,8 @@ def autocast_inputs(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def check_types(name: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
     """Raise an error where activations and parameters of one call differ in type or device.
 
+    Of parameters that are held (:func:`ls_train.layers.gradients.hold`), which are equal in both, one is enough.
+
     Raises:
         TypeError: dtypes differ.
         ValueError: devices differ.

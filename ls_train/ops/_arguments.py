@@ -30,14 +30,14 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 # What an argument with this annotation may be, and how a message calls it.
-_KINDS: dict[Any, tuple[type, str]] = {
-    Tensor: (Tensor, "a torch.Tensor"),
-    Packing: (Packing, "a Packing"),
-    TokenOrder: (TokenOrder, "a TokenOrder"),
-    float: (numbers.Real, "a number"),
-    int: (numbers.Integral, "an integer"),
-    str: (str, "a string"),
-    types.NoneType: (types.NoneType, "None"),
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    Tensor: ((Tensor,), "a torch.Tensor"),
+    Packing: ((Packing,), "a Packing"),
+    TokenOrder: ((TokenOrder,), "a TokenOrder"),
+    float: ((float, int, numbers.Real), "a number"),  # abstract classes take a microsecond, and come last
+    int: ((int, numbers.Integral), "an integer"),
+    str: ((str,), "a string"),
+    types.NoneType: ((types.NoneType,), "None"),
 }
 
 
@@ -74,13 +74,13 @@ def _expected(function: Callable[..., Any]) -> tuple[tuple[int, str, tuple[type,
         hint = hints.get(name)
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if all(kind in _KINDS for kind in kinds):
-            found.append((index, name, tuple(_KINDS[kind][0] for kind in kinds)))
+            found.append((index, name, tuple(one for kind in kinds for one in _KINDS[kind][0])))
     return tuple(found)
 
 
 def _mismatch(value: Any, kinds: tuple[type, ...]) -> str:
     what = "is None" if value is None else f"= {value!r:.60} is of type {type(value).__name__}"
-    return f"{what}; pass {' or '.join(text for kind, text in _KINDS.values() if kind in kinds)}"
+    return f"{what}; pass {' or '.join(text for known, text in _KINDS.values() if known[-1] in kinds)}"
 
 
 class Arguments:

@@ -278,12 +278,14 @@ class FusedAdam(SharedUpdate, torch.optim.Optimizer):
 
     def upload_hyper(self) -> None:
         """Bring the groups' options to the device where they changed; call it between replays of a captured step."""
-        devices = dict.fromkeys(buffer.data.device for buffer in self._buffers)
-        self._options.upload(self.param_groups, devices, self._earlier_lr)
+        self._upload_options()
         for moments in self._moments.values():
             moments._adopt_foreign_writes()  # a replay cannot notice that something wrote a parameter
 
     # Inside
+
+    def _upload_options(self) -> None:
+        self._options.upload(self.param_groups, {buffer.data.device for buffer in self._buffers}, self._earlier_lr)
 
     def _reset(self) -> None:
         self._buffers: list[FlatBuffer] = []
@@ -325,9 +327,8 @@ class FusedAdam(SharedUpdate, torch.optim.Optimizer):
                 continue
             moments = self._moments_of(buffer)
             moments.set_active(active)
-            for slot, (on, started) in enumerate(zip(active, moments.started, strict=True)):
-                if on and not started:
-                    self.state[buffer.params[slot]] = moments.start(slot)
+            for slot in moments.not_started(active):
+                self.state[buffer.params[slot]] = moments.start(slot)
             live.append(moments)
         return live
 
@@ -345,7 +346,7 @@ class FusedAdam(SharedUpdate, torch.optim.Optimizer):
         norm: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        self.upload_hyper()
+        self._upload_options()
         for moments in live:
             device = moments.steps.device
             moments.update(

@@ -85,7 +85,7 @@ class Moments:
         self._active_tensor: Tensor | None = None
         self._active_tensors: dict[tuple[bool, ...], Tensor] = {}
         self._captured: dict[tuple[bool, ...], Tensor] = {}
-        self._versions = [param._version for param in buffer.params]
+        self._versions = self._versions_now()
         self._parts: list[_Part] | None = None
         self._measured: Tensor | None = None  # norms and flags of the parts, (2, parts)
 
@@ -195,8 +195,17 @@ class Moments:
             )
             updated(number)
         # The operator wrote through the buffer: tell autograd, so that a backward with stale weights is an error.
-        torch.autograd.graph.increment_version([p for p, on in zip(buffer.params, self._active, strict=True) if on])
-        self._versions = [param._version for param in buffer.params]
+        written = buffer.params
+        if active is not None:
+            written = [param for param, on in zip(buffer.params, self._active, strict=True) if on]
+        torch.autograd.graph.increment_version(written)
+        self._versions = self._versions_now()
+
+    def not_started(self, active: list[bool]) -> list[int]:
+        """Return the ``active`` slots that were never updated."""
+        if all(self.started):
+            return []
+        return [slot for slot, (on, known) in enumerate(zip(active, self.started, strict=True)) if on and not known]
 
     def start(self, slot: int) -> dict[str, Any]:
         """Return the live state of ``slot``: views that every update changes."""
@@ -243,9 +252,15 @@ class Moments:
         """Take over 16-bit parameters that were written in place since the last update, by loading for example."""
         if self.master is None:
             return
-        for slot, (param, version) in enumerate(zip(self.buffer.params, self._versions, strict=True)):
-            if param._version != version:
+        versions = self._versions_now()
+        if versions == self._versions:
+            return
+        for slot, (version, known) in enumerate(zip(versions, self._versions, strict=True)):
+            if version != known:
                 self._merge_master(slot, self.buffer.window(self.master, slot).clone())
+
+    def _versions_now(self) -> list[int]:
+        return [param._version for param in self.buffer.params]
 
     def _merge_master(self, slot: int, master: Tensor) -> None:
         window = self.buffer.window(self.master, slot)

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from ls_train.layers.criterion import LSCrossEntropyLayer
+from ls_train.layers.cross_kv import cross_kv
+from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
 from ls_train.layers.gradients import GradientWriter
+from ls_train.packing import Packing
 from ls_train.params import FlatParameters, joined
 from ls_train.testing import devices
 from tests.layers.comparison import gradient_errors, gradients
@@ -273,3 +276,29 @@ def test_retained_graph_with_slots(options):
     errors = gradient_errors(gradients(direct), gradients(model))
     assert max(errors.values()) < 1e-6, errors
     assert all(p.grad is flat.buffers[0].slot(p).tensor for p in flat.buffers[0].params)
+
+
+@pytest.mark.parametrize("converted", ["x", "kv", "memory", "first parameter", "a parameter"])
+@pytest.mark.parametrize("cross_attention", [True, False])
+def test_types_are_checked_with_slots(converted, cross_attention):
+    """Of parameters that have slots one stands for all, which must not hide one that was converted since."""
+    layer = LSTransformerDecoderLayer(embed_dim=16, num_heads=4, cross_attention=cross_attention)
+    flatten(layer, True)
+    packing = Packing.from_lengths(torch.tensor([3, 2]), 3, torch.device("cpu"))
+    tensors = {name: torch.randn(5, 16, requires_grad=True) for name in ("x", "memory")}
+
+    def run():
+        kv = cross_kv(tensors["memory"], packing, [layer]) if cross_attention else None
+        kv = kv.double() if converted == "kv" and kv is not None else kv
+        layer.forward_packed(tensors["x"], packing, kv, packing if cross_attention else None)
+
+    if converted in tensors:
+        tensors[converted] = tensors[converted].double()
+    elif converted.endswith("parameter"):
+        parameter = layer.self_attn.q_proj.weight if "first" in converted else layer.fc2.bias
+        parameter.data = parameter.data.double()
+    if not cross_attention and converted in ("kv", "memory"):
+        run()
+        return
+    with pytest.raises(TypeError, match="input is torch.float(32|64) but a parameter or second input is"):
+        run()

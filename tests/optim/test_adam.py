@@ -265,6 +265,26 @@ def test_stale_weights_in_a_backward_are_noticed():
         loss.backward()
 
 
+def test_a_write_counts_although_gradients_come_updates_later():
+    """The master of a parameter that was written is made anew when its buffer takes part again."""
+    parameters = [nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.float16, torch.bfloat16)]
+    optimizer = FusedAdam(parameters, lr=1e-4, weight_decay=0.0)
+
+    def update(chosen):
+        optimizer.zero_grad()
+        for parameter in chosen:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    update(parameters)
+    with torch.no_grad():
+        parameters[1].fill_(3.0)
+    update(parameters[:1])
+    update(parameters)
+    assert optimizer.state[parameters[1]]["master"].tolist() == pytest.approx([3.0] * 4, abs=1e-3)
+    assert parameters[1].tolist() == [3.0] * 4
+
+
 def test_refusals():
     param = nn.Parameter(torch.ones(2))
     for options, message in (
