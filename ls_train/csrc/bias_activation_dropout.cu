@@ -1,13 +1,13 @@
-// y = dropout(activation(x + bias)) and its backward.
+// y = dropout(activation(x + bias)) and its backward. Rows in packs have a kernel an activation; other rows, where the
+// loads of single elements set the pace, ask for it at run time.
 //
 // bias_activation_dropout_fwd_kernel
 //   Tiles of row_kernels.cuh, for relu a block each. Reads x once, writes y once: 2 * N * C * sizeof(T) bytes.
 // bias_activation_dropout_bwd_kernel
-//   Tiles with at most 264 row blocks, the column sums in registers. Reads dy and saved once, writes dx once: 3 * N * C
-//   * sizeof(T) bytes.
-// bias_activation_dropout_bwd_relu_kernel
-//   The same sums in the same order for relu in packs, where memory alone sets the pace: later rows are on their way
-//   into shared memory, four of each tensor a thread. The same bytes.
+//   Rows in packs, at most 264 row blocks, the column sums in registers. Later rows are on their way into shared
+//   memory, kStages of each tensor a thread. Reads dy and saved once, writes dx once: 3 * N * C * sizeof(T) bytes.
+// bias_activation_dropout_bwd_plain_kernel
+//   The same for rows that are no whole packs, in tiles. The same bytes.
 #include <cuda_pipeline.h>
 
 #include "activations.cuh"
@@ -16,19 +16,34 @@
 namespace ls_train {
 namespace {
 
-template <class T, int kWidth, Activation kActivation>
+// Kind of a kernel: Fixed or, at run time, an Activation.
+template <Activation kActivation>
+struct Fixed {
+  __host__ __device__ constexpr operator Activation() const { return kActivation; }
+};
+template <class Kind>
+constexpr bool kIsRelu = std::is_same_v<Kind, Fixed<Activation::kRelu>>;
+// Whether dropout's factor is in the coefficients of Gelu.
+template <class T, class Kind>
+constexpr bool kIsFolded = sizeof(T) == 2 && std::is_same_v<Kind, Fixed<Activation::kGelu>>;
+
+template <class T, int kWidth, class Kind>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_activation_dropout_fwd_kernel(T* __restrict__ y, const T* __restrict__ x, const T* __restrict__ bias,
-                                       const int32_t* __restrict__ rows, int64_t n, int columns,
-                                       const Dropout dropout) {
-  constexpr bool kRelu = kActivation == Activation::kRelu;
+                                       const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
+                                       const Gelu gelu, Kind activation) {
+  constexpr bool kRelu = kIsRelu<Kind>, kFolded = kIsFolded<T, Kind>;
   const int column = tile_column<kWidth>();
   const bool inside = column < columns;
   if (kWidth > 1 && !inside) return;
   const int64_t used = used_rows(rows, n);
-  const DropoutKey key = dropout_key(dropout);
+  DropoutKey key = dropout_key(dropout);
+  const float factor = kFolded ? key.scale : 1.f;
+  if (kFolded) key.scale = 1.f;
   float add[kWidth] = {};
   if (bias != nullptr && inside) load_floats(bias + column, add);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) add[i] *= factor;
   for_tiles<kTileRows>(used, [&](const Tile<kTileRows>& tile) {
     Pack<T, kWidth> values[kTileRows];
 #pragma unroll
@@ -43,7 +58,10 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
       float v[kWidth];
       unpack(values[r], v);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) v[i] = kRelu ? v[i] + add[i] : activate<T>(v[i] + add[i], kActivation);
+      for (int i = 0; i < kWidth; ++i) {
+        v[i] = fmaf(v[i], factor, add[i]);
+        if (!kRelu) v[i] = activate<T>(v[i], activation, gelu);
+      }
       store(y + tile.row(r) * columns + column, dropped.template apply_and_pack<T, kRelu>(v, r));
     }
   });
@@ -68,90 +86,60 @@ __device__ __forceinline__ void clear_where_not_positive(Pack<T, kWidth>& grads,
   }
 }
 
-template <class T, int kWidth, Activation kActivation>
+// Gradients of one pack of x from those of y. For relu `values` are the output, in which dropped and negative elements
+// are zero: neither mask nor bias is needed again.
+template <class T, class Kind>
+__device__ __forceinline__ void input_gradients(float (&d)[kPackWidth<T>], Pack<T, kPackWidth<T>> grads,
+                                                const Pack<T, kPackWidth<T>>& values, const float (&add)[kPackWidth<T>],
+                                                const DropoutKey& key, const Keep8& keep, int column,
+                                                const Gelu& gelu) {
+  constexpr int kWidth = kPackWidth<T>;
+  if constexpr (kIsRelu<Kind>) {
+    clear_where_not_positive(grads, values);
+    unpack(grads, d);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) d[i] *= key.scale;
+  } else {
+    if constexpr (kWidth == 8) {
+      clear_dropped(grads, keep);
+      unpack(grads, d);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) d[i] *= kIsFolded<T, Kind> ? 1.f : key.scale;
+    } else {
+      unpack(grads, d);
+      drop(d, keep, key.scale, column);
+    }
+    float v[kWidth];
+    unpack(values, v);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      d[i] *= activation_gradient<T>(fmaf(v[i], gradient_scale<T>(Kind()), add[i]), Kind(), gelu);
+    }
+  }
+}
+
+template <class T, class Kind>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_activation_dropout_bwd_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
                                        const T* __restrict__ saved, const T* __restrict__ bias,
                                        const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
-                                       bool has_dbias) {
-  __shared__ float scratch[kTileThreads * kWidth];
-  constexpr bool kRelu = kActivation == Activation::kRelu;
-  constexpr int kRows = kTileRows / 2;  // two input tensors
-  const int column = tile_column<kWidth>();
-  const bool inside = column < columns;
-  const int64_t used = used_rows(rows, n);
-  const DropoutKey key = kRelu ? DropoutKey{} : dropout_key(dropout);
-  float add[kWidth] = {}, dbias[1][kWidth] = {};
-  if (!kRelu && bias != nullptr && inside) load_floats(bias + column, add);
-  for_tiles<kRows>(used, [&](const Tile<kRows>& tile) {
-    Pack<T, kWidth> grads[kRows], values[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (inside && tile.is_used(r)) {
-        const int64_t at = tile.row(r) * columns + column;
-        grads[r] = load_streaming<kWidth>(dy + at);
-        values[r] = load_streaming<kWidth>(saved + at);
-      }
-    }
-    const auto write = [&](float (&d)[kWidth], int r) {
-      store(dx + tile.row(r) * columns + column, pack_floats<T>(d));
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
-    };
-    if constexpr (kRelu) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (!inside || !tile.is_used(r)) break;
-        keep_packed(grads[r]);
-        keep_packed(values[r]);
-        // A dropped or negative element is zero in the output: neither mask nor bias is needed again.
-        clear_where_not_positive(grads[r], values[r]);
-        float d[kWidth];
-        unpack(grads[r], d);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) d[i] *= dropout.scale;
-        write(d, r);
-      }
-    } else {
-      const TileDropout<kWidth, kRows> dropped(key, tile, column);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (!inside || !tile.is_used(r)) break;
-        keep_packed(grads[r]);
-        keep_packed(values[r]);
-        float d[kWidth], v[kWidth];
-        unpack(grads[r], d);
-        dropped.apply(d, r);
-        unpack(values[r], v);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) d[i] *= activation_gradient<T>(v[i] + add[i], kActivation);
-        write(d, r);
-      }
-    }
-  });
-  if (inside) clear_unused<kWidth>(dx, used, n, columns, column);
-  if (has_dbias) {
-    write_partial(workspace + static_cast<int64_t>(blockIdx.y) * columns, dbias,
-                  static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, scratch);
-  }
-}
-
-constexpr int kStages = 4;  // rows of a thread on their way
-
-template <class T>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
-    bias_activation_dropout_bwd_relu_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
-                                            const T* __restrict__ saved, const int32_t* __restrict__ rows, int64_t n,
-                                            int columns, float scale, bool has_dbias) {
+                                       bool has_dbias, const Gelu gelu, Kind) {
   constexpr int kWidth = kPackWidth<T>;
+  constexpr int kStages = kIsRelu<Kind> ? 4 : 3;  // rows of a thread on their way, the one it works on among them
   // Every thread fills and reads its own slots, so there are no barriers.
   __shared__ Pack<T, kWidth> ring[kStages][2][kTileThreads];
   const int column = tile_column<kWidth>(), thread = linear_thread();
   const bool inside = column < columns;
   const int64_t used = used_rows(rows, n);
   const RowShare share = row_share(used, gridDim.y, blockIdx.y);
+  const DropoutKey key = dropout_key(dropout);
   const int step = static_cast<int>(blockDim.y);
-  float dbias[1][kWidth] = {};
+  float add[kWidth] = {}, dbias[1][kWidth] = {};
+  if (!kIsRelu<Kind> && bias != nullptr && inside) {
+    load_floats(bias + column, add);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) add[i] *= gradient_scale<T>(Kind());
+  }
   const auto fetch = [&](int64_t row, int stage) {
     if (inside && row < share.end) {
       __pipeline_memcpy_async(&ring[stage][0][thread], dy + row * columns + column, 16);
@@ -162,16 +150,13 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   int64_t row = share.first + threadIdx.y;
 #pragma unroll
   for (int k = 0; k < kStages - 1; ++k) fetch(row + k * step, k);
-  for (int stage = 0; row < share.end; row += step, stage = (stage + 1) % kStages) {
-    fetch(row + (kStages - 1) * step, (stage + kStages - 1) % kStages);
+  for (int stage = 0; row < share.end; row += step, stage = stage + 1 == kStages ? 0 : stage + 1) {
+    fetch(row + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
+    const Keep8 keep = key.active() ? keep8(key, row, static_cast<uint32_t>(column) / 8) : keep_all();
     __pipeline_wait_prior(kStages - 1);
     if (!inside) continue;
-    Pack<T, kWidth> grads = ring[stage][0][thread];
-    clear_where_not_positive(grads, ring[stage][1][thread]);
     float d[kWidth];
-    unpack(grads, d);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) d[i] *= scale;
+    input_gradients<T, Kind>(d, ring[stage][0][thread], ring[stage][1][thread], add, key, keep, column, gelu);
     store(dx + row * columns + column, pack_floats<T>(d));
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
@@ -183,18 +168,66 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   }
 }
 
-// Calls body(constant) with the activation as an integral constant.
+template <class T>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
+    bias_activation_dropout_bwd_plain_kernel(T* __restrict__ dx, float* __restrict__ workspace,
+                                             const T* __restrict__ dy, const T* __restrict__ saved,
+                                             const T* __restrict__ bias, const int32_t* __restrict__ rows, int64_t n,
+                                             int columns, const Dropout dropout, bool has_dbias, const Gelu gelu,
+                                             Activation activation) {
+  __shared__ float scratch[kTileThreads];
+  constexpr int kRows = kTileRows / 2;  // two input tensors
+  const int column = tile_column<1>();
+  const bool inside = column < columns;
+  const int64_t used = used_rows(rows, n);
+  const DropoutKey key = dropout_key(dropout);
+  const float scale = gradient_scale<T>(activation);
+  const float add = bias != nullptr && inside ? to_float(bias[column]) * scale : 0.f;
+  float dbias[1][1] = {};
+  for_tiles<kRows>(used, [&](const Tile<kRows>& tile) {
+    T grads[kRows], values[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (inside && tile.is_used(r)) {
+        grads[r] = dy[tile.row(r) * columns + column];
+        values[r] = saved[tile.row(r) * columns + column];
+      }
+    }
+    const TileDropout<1, kRows> dropped(key, tile, column);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (!inside || !tile.is_used(r)) break;
+      float d[1] = {to_float(grads[r])};
+      dropped.apply(d, r);
+      const float v = to_float(values[r]);
+      if (activation == Activation::kRelu) {
+        d[0] = v > 0.f ? d[0] : 0.f;
+      } else {
+        d[0] *= activation_gradient<T>(fmaf(v, scale, add), activation, gelu);
+      }
+      dx[tile.row(r) * columns + column] = from_float<T>(d[0]);
+      dbias[0][0] += d[0];
+    }
+  });
+  if (inside) clear_unused<1>(dx, used, n, columns, column);
+  if (has_dbias) {
+    write_partial(workspace + static_cast<int64_t>(blockIdx.y) * columns, dbias,
+                  static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, scratch);
+  }
+}
+
+// Calls body(Fixed<activation>()).
 template <class Body>
 cudaError_t dispatch_activation(Activation activation, Body&& body) {
   switch (activation) {
     case Activation::kRelu:
-      return body(std::integral_constant<Activation, Activation::kRelu>());
+      return body(Fixed<Activation::kRelu>());
     case Activation::kGelu:
-      return body(std::integral_constant<Activation, Activation::kGelu>());
+      return body(Fixed<Activation::kGelu>());
     case Activation::kGeluTanh:
-      return body(std::integral_constant<Activation, Activation::kGeluTanh>());
+      return body(Fixed<Activation::kGeluTanh>());
     case Activation::kSwish:
-      return body(std::integral_constant<Activation, Activation::kSwish>());
+      return body(Fixed<Activation::kSwish>());
   }
   return cudaErrorInvalidValue;
 }
@@ -209,19 +242,20 @@ cudaError_t bias_activation_dropout_fwd(const TensorRef& y, const TensorRef& x, 
   if (n == 0 || columns == 0) return cudaSuccess;
   return dispatch_type(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
+    const Dropout dropout = make_dropout(seed, p, offset);
+    const auto launch = [&](auto kernel, int width, auto kind) {
+      // relu is held up by memory alone and is faster without the walk over tiles, the others with it.
+      const Tiles t = tiles(n, columns, width, kTileRows, kAnyRowBlocks,
+                            activation == Activation::kRelu ? kBlockATile : kCardfulBlocks);
+      kernel<<<t.grid, t.block, 0, stream>>>(y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns,
+                                             dropout, Gelu(kIsFolded<T, decltype(kind)> ? dropout.scale : 1.f), kind);
+      return cudaGetLastError();
+    };
+    if (!packs_fit<T>(columns, y.data, x.data, bias.data)) {
+      return launch(bias_activation_dropout_fwd_kernel<T, 1, Activation>, 1, activation);
+    }
     return dispatch_activation(activation, [&](auto kind) {
-      constexpr Activation kKind = decltype(kind)::value;
-      const auto launch = [&](auto kernel, int width) {
-        // relu is held up by memory alone and is faster without the walk over tiles, the others with it.
-        const Tiles t = tiles(n, columns, width, kTileRows, kAnyRowBlocks,
-                              kKind == Activation::kRelu ? kBlockATile : kCardfulBlocks);
-        kernel<<<t.grid, t.block, 0, stream>>>(y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns,
-                                               make_dropout(seed, p, offset));
-        return cudaGetLastError();
-      };
-      return packs_fit<T>(columns, y.data, x.data, bias.data)
-                 ? launch(bias_activation_dropout_fwd_kernel<T, kPackWidth<T>, kKind>, kPackWidth<T>)
-                 : launch(bias_activation_dropout_fwd_kernel<T, 1, kKind>, 1);
+      return launch(bias_activation_dropout_fwd_kernel<T, kPackWidth<T>, decltype(kind)>, kPackWidth<T>, kind);
     });
   });
 }
@@ -232,31 +266,25 @@ cudaError_t bias_activation_dropout_bwd(const TensorRef& dx, const TensorRef& db
                                         int64_t offset, Activation activation, bool accumulate, cudaStream_t stream) {
   const int64_t n = dy.sizes[0];
   const int columns = static_cast<int>(dy.sizes[1]);
+  Dropout dropout = make_dropout(seed, p, offset);
+  if (activation == Activation::kRelu) dropout.threshold = 0;  // the output holds the mask; only the scale is needed
   int row_blocks = 0;
   if (n > 0 && columns > 0) {
     const cudaError_t error = dispatch_type(dy.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
-      return dispatch_activation(activation, [&](auto kind) {
-        constexpr Activation kKind = decltype(kind)::value;
-        const bool packs = packs_fit<T>(columns, dx.data, dy.data, saved.data, bias.data, workspace.data);
-        const Tiles t = tiles(n, columns, packs ? kPackWidth<T> : 1, kTileRows / 2, kMaxRowBlocks);
-        const Dropout dropout = make_dropout(seed, p, offset);
+      const auto launch = [&](auto kernel, int width, auto kind) {
+        const Tiles t = tiles(n, columns, width, kTileRows / 2, kMaxRowBlocks);
         row_blocks = static_cast<int>(t.grid.y);
-        const auto launch = [&](auto kernel) {
-          kernel<<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(), saved.as<T>(),
-                                                 bias.as<T>(), rows.as<int32_t>(), n, columns, dropout,
-                                                 static_cast<bool>(dbias));
-        };
-        if (!packs) {
-          launch(bias_activation_dropout_bwd_kernel<T, 1, kKind>);
-        } else if constexpr (kKind == Activation::kRelu) {
-          bias_activation_dropout_bwd_relu_kernel<<<t.grid, t.block, 0, stream>>>(
-              dx.as<T>(), workspace.as<float>(), dy.as<const T>(), saved.as<const T>(), rows.as<const int32_t>(), n,
-              columns, dropout.scale, static_cast<bool>(dbias));
-        } else {
-          launch(bias_activation_dropout_bwd_kernel<T, kPackWidth<T>, kKind>);
-        }
+        kernel<<<t.grid, t.block, 0, stream>>>(
+            dx.as<T>(), workspace.as<float>(), dy.as<T>(), saved.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns,
+            dropout, static_cast<bool>(dbias), Gelu(kIsFolded<T, decltype(kind)> ? dropout.scale : 1.f), kind);
         return cudaGetLastError();
+      };
+      if (!packs_fit<T>(columns, dx.data, dy.data, saved.data, bias.data, workspace.data)) {
+        return launch(bias_activation_dropout_bwd_plain_kernel<T>, 1, activation);
+      }
+      return dispatch_activation(activation, [&](auto kind) {
+        return launch(bias_activation_dropout_bwd_kernel<T, decltype(kind)>, kPackWidth<T>, kind);
       });
     });
     if (error != cudaSuccess) return error;

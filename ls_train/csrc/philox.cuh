@@ -51,6 +51,16 @@ __device__ __forceinline__ DropoutKey dropout_key(const Dropout& dropout) {
           (0x8000u - dropout.threshold) * 0x10001u, dropout.scale};
 }
 
+// Bytes of x by the digits of `selector`, from the lowest: i for byte i, 8 + i for eight times its sign, 4 for zeros.
+__device__ __forceinline__ uint32_t permute(uint32_t x, uint32_t selector) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(selector));
+  return y;
+}
+
+// Bit i of four in the sign of byte i.
+__device__ __forceinline__ uint32_t byte_signs(uint32_t bits) { return bits * 0x10204080u; }
+
 // Decisions for eight elements from one generator call; index with compile-time constants only.
 struct Keep8 {
   uint32_t word[4];  // bit 15 of half i % 2 of word i / 2 says whether lane i is kept: one test, no extraction
@@ -59,12 +69,15 @@ struct Keep8 {
     return lane % 2 ? static_cast<int32_t>(word[lane / 2]) < 0 : (word[lane / 2] & 0x8000u) != 0;
   }
 
-  // 0xffff in the halves of lanes 2 * pair and 2 * pair + 1 that are kept: to be ANDed with two 16-bit elements.
-  __device__ __forceinline__ uint32_t mask(int pair) const {
-    uint32_t mask;
-    asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(mask) : "r"(word[pair]));  // repeats the signs of bytes 1 and 3
-    return mask;
+  // Bit i says whether lane i is kept.
+  __device__ __forceinline__ uint32_t bits() const {
+    const uint32_t pairs = (word[0] >> 15 & 0x10001u) | (word[1] >> 13 & 0x40004u) | (word[2] >> 11 & 0x100010u) |
+                           (word[3] >> 9 & 0x400040u);
+    return (pairs | pairs >> 15) & 0xffu;
   }
+
+  // 0xffff in the halves of lanes 2 * pair and 2 * pair + 1 that are kept: to be ANDed with two 16-bit elements.
+  __device__ __forceinline__ uint32_t mask(int pair) const { return permute(word[pair], 0xbb99); }
 };
 
 __device__ __forceinline__ Keep8 keep_all() {

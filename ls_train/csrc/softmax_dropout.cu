@@ -7,64 +7,14 @@
 // softmax_dropout_bwd_kernel
 //   The same layout. Reads dy and probs once, writes dx once: 3 * B * H * T * S * sizeof(T) bytes.
 //
-// The instantiations for kWidth 1 go over rows that do not fit into registers in chunks and read them from memory again
-// in later passes.
-#include <type_traits>
-
-#include "row_kernels.cuh"
+// Short rows that are no whole packs go in runs, softmax_dropout_runs.cu. The instantiations for kWidth 1 go over long
+// ones in chunks and read them from memory again in later passes.
+#include "softmax_dropout.cuh"
 
 namespace ls_train {
 namespace {
 
 constexpr int kMaxLanes = 512;
-
-template <class T>
-struct SoftmaxForward {
-  T* y;  // may be null
-  T* probs;
-  const T* x;
-  const bool* padding;  // (B, S), may be null
-  int64_t rows;
-  int heads, queries, keys;
-  bool causal;
-  Dropout dropout;
-};
-
-template <class T>
-struct SoftmaxBackward {
-  T* dx;
-  const T* dy;
-  const T* probs;
-  int64_t rows;
-  int keys;
-  Dropout dropout;
-};
-
-// Where a thread's packs of its row are. A row longer than one chunk is gone over chunk by chunk.
-template <int kWidth, int kPacks>
-struct RowWalk {
-  int lanes = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
-  int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-
-  __device__ __forceinline__ int chunk() const { return kPacks * lanes * kWidth; }
-  __device__ __forceinline__ int column(int first, int k) const { return first + (k * lanes + lane) * kWidth; }
-
-  // Decisions about one element a pack for whole warps of one row; see keep_across.
-  __device__ __forceinline__ uint32_t kept(const DropoutKey& key, int first) const {
-    if (kWidth > 1 || !key.active() || lanes < kWarp) return 0;
-    return keep_across<kPacks>(
-        key, lane % kWarp, [&](int) { return row; }, [&](int k) { return column(first, k) - lane % kWarp; });
-  }
-
-  __device__ __forceinline__ void drop_pack(float (&x)[kWidth], const DropoutKey& key, uint32_t kept, int k,
-                                            int column) const {
-    if (kWidth > 1 || lanes < kWarp) {
-      drop(x, key, row, column);
-    } else if (key.active()) {
-      x[0] = kept >> k & 1u ? x[0] * key.scale : 0.f;
-    }
-  }
-};
 
 template <class T, int kWidth, int kPacks>
 __global__ void __launch_bounds__(kMaxLanes) softmax_dropout_fwd_kernel(const SoftmaxForward<T> a) {
@@ -72,77 +22,81 @@ __global__ void __launch_bounds__(kMaxLanes) softmax_dropout_fwd_kernel(const So
   const RowWalk<kWidth, kPacks> walk;
   const bool live = walk.row < a.rows;
   const int64_t base = walk.row * a.keys;
-  const int query = static_cast<int>(walk.row % a.queries);
-  const bool* padding = a.padding;
-  if (live && padding != nullptr) padding += walk.row / a.queries / a.heads * a.keys;
-  const int visible = !live ? 0 : a.causal ? min(a.keys, max(0, query + 1 + a.keys - a.queries)) : a.keys;
-  const DropoutKey key = dropout_key(a.dropout);
-  const bool one_chunk = kWidth > 1 || a.keys <= walk.chunk();
+  const int visible = live ? a.visible(walk.row) : 0;
+  const bool* padding = live ? a.padding_of(walk.row) : nullptr;
+  const bool one_chunk = walk.one_chunk(a.keys);
   float v[kPacks][kWidth];
 
-  const auto fill = [&](int first) {
-    Pack<T, kWidth> packs[kPacks];
-    Pack<bool, kWidth> padded[kPacks];
+  Pack<T, kWidth> packs[kPacks];
+  const auto fetch = [&](int first) {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {  // masked keys are not read
       const int c = walk.column(first, k);
-      if (c < visible) {
-        packs[k] = load<kWidth>(a.x + base + c);
-        if (padding != nullptr) padded[k] = load<kWidth>(padding + c);
-      }
+      if (c < visible) packs[k] = load<kWidth>(a.x + base + c);
     }
+  };
+  const auto fill = [&](int first) {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int c = walk.column(first, k);
+      if (c < visible) unpack(packs[k], v[k]);
+      if (c >= visible || a.causal) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const bool masked = c + i >= visible || (padding != nullptr && padded[k].v[i]);
-        v[k][i] = masked ? -INFINITY : to_float(packs[k].v[i]);
+        for (int i = 0; i < kWidth; ++i) v[k][i] = c + i < visible ? v[k][i] : -INFINITY;
+      }
+      if (padding != nullptr && c < visible) {
+        const auto padded = load<kWidth>(padding + c);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) v[k][i] = padded.v[i] ? -INFINITY : v[k][i];
       }
     }
   };
 
-  float largest[1] = {-INFINITY};
-  for (int first = 0; first < a.keys; first += walk.chunk()) {
+  fetch(0);
+  const DropoutKey key = dropout_key(a.dropout);
+  RowDropout<kWidth, kPacks> dropout(key, walk, 0);
+  float largest = -INFINITY, total = 0.f;
+  walk.for_chunks(a.keys, [&](int first) {
+    if (first > 0) fetch(first);
     fill(first);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) largest[0] = fmaxf(largest[0], v[k][i]);
+      for (int i = 0; i < kWidth; ++i) largest = fmaxf(largest, v[k][i]);
     }
-  }
-  group_reduce<Max>(largest, linear_thread(), walk.lanes, scratch);
-  const float shift = largest[0] == -INFINITY ? 0.f : largest[0];  // no visible key: all exponentials are zero
-  float total[1] = {0.f};
-  for (int first = 0; first < a.keys; first += walk.chunk()) {
-    if (!one_chunk) fill(first);
+  });
+  const Exponential<T> exponential(walk.template reduce<Max>(largest, scratch));
+  walk.for_chunks(a.keys, [&](int first) {
+    if (!one_chunk) {
+      fetch(first);
+      fill(first);
+    }
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        v[k][i] = __expf(v[k][i] - shift);
-        total[0] += v[k][i];
+        v[k][i] = exponential(v[k][i]);
+        total += v[k][i];
       }
     }
-  }
-  group_reduce<Sum>(total, linear_thread(), walk.lanes, scratch);
-  const float scale = total[0] > 0.f ? 1.f / total[0] : total[0];  // NaN stays NaN
-  for (int first = 0; first < a.keys; first += walk.chunk()) {
-    if (!one_chunk) fill(first);
-    const uint32_t kept = walk.kept(key, first);
+  });
+  const float scale = softmax_scale(walk.template reduce<Sum>(total, scratch));
+  walk.for_chunks(a.keys, [&](int first) {
+    if (!one_chunk) {
+      fetch(first);
+      fill(first);
+    }
+    if (!one_chunk) dropout = RowDropout<kWidth, kPacks>(key, walk, first);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int c = walk.column(first, k);
       if (!live || c >= a.keys) continue;
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) v[k][i] = (one_chunk ? v[k][i] : __expf(v[k][i] - shift)) * scale;
+      for (int i = 0; i < kWidth; ++i) v[k][i] = (one_chunk ? v[k][i] : exponential(v[k][i])) * scale;
       store(a.probs + base + c, pack_floats<T>(v[k]));
-      if (a.y != nullptr) {
-        walk.drop_pack(v[k], key, kept, k, c);
-        store(a.y + base + c, pack_floats<T>(v[k]));
-      }
+      if (a.y != nullptr) store(a.y + base + c, dropout.template apply_and_pack<T>(v[k], key.scale, k, c));
     }
-  }
+  });
 }
 
 template <class T, int kWidth, int kPacks>
@@ -151,52 +105,58 @@ __global__ void __launch_bounds__(kMaxLanes) softmax_dropout_bwd_kernel(const So
   const RowWalk<kWidth, kPacks> walk;
   const bool live = walk.row < a.rows;
   const int64_t base = walk.row * a.keys;
-  const DropoutKey key = dropout_key(a.dropout);
-  const bool one_chunk = kWidth > 1 || a.keys <= walk.chunk();
-  float d[kPacks][kWidth];  // gradient of the probabilities
-  Pack<T, kWidth> probs[kPacks];
+  const bool one_chunk = walk.one_chunk(a.keys);
+  Pack<T, kWidth> grads[kPacks], packs[kPacks];
+  float d[kPacks][kWidth], p[kPacks][kWidth];  // gradients of the probabilities without the scale, probabilities
 
-  const auto fill = [&](int first) {
-    Pack<T, kWidth> grads[kPacks];
+  const auto fetch = [&](int first) {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int c = walk.column(first, k);
-      grads[k] = probs[k] = zero_pack<T, kWidth>();
+      grads[k] = packs[k] = zero_pack<T, kWidth>();
       if (live && c < a.keys) {
         grads[k] = load_streaming<kWidth>(a.dy + base + c);
-        probs[k] = load_streaming<kWidth>(a.probs + base + c);
+        packs[k] = load_streaming<kWidth>(a.probs + base + c);
       }
-    }
-    const uint32_t kept = walk.kept(key, first);
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const int c = walk.column(first, k);
-      unpack(grads[k], d[k]);
-      if (c < a.keys) walk.drop_pack(d[k], key, kept, k, c);
     }
   };
 
-  float total[1] = {0.f};
-  for (int first = 0; first < a.keys; first += walk.chunk()) {
+  fetch(0);
+  const DropoutKey key = dropout_key(a.dropout);
+  RowDropout<kWidth, kPacks> dropout(key, walk, 0);
+  const auto fill = [&](int first) {
+    if (!one_chunk) dropout = RowDropout<kWidth, kPacks>(key, walk, first);
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      dropout.clear_and_unpack(grads[k], d[k], k, walk.column(first, k));
+      unpack(packs[k], p[k]);
+    }
+  };
+  float total = 0.f;
+  walk.for_chunks(a.keys, [&](int first) {
+    if (first > 0) fetch(first);
     fill(first);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) total[0] += d[k][i] * to_float(probs[k].v[i]);
+      for (int i = 0; i < kWidth; ++i) total = fmaf(d[k][i], p[k][i], total);
     }
-  }
-  group_reduce<Sum>(total, linear_thread(), walk.lanes, scratch);
-  for (int first = 0; first < a.keys; first += walk.chunk()) {
-    if (!one_chunk) fill(first);
+  });
+  total = walk.template reduce<Sum>(total, scratch);
+  walk.for_chunks(a.keys, [&](int first) {
+    if (!one_chunk) {
+      fetch(first);
+      fill(first);
+    }
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int c = walk.column(first, k);
       if (!live || c >= a.keys) continue;
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) d[k][i] = to_float(probs[k].v[i]) * (d[k][i] - total[0]);
+      for (int i = 0; i < kWidth; ++i) d[k][i] = p[k][i] * ((d[k][i] - total) * key.scale);
       store(a.dx + base + c, pack_floats<T>(d[k]));
     }
-  }
+  });
 }
 
 // Launches the instantiation for these rows; kernels(width, packs) gives the kernel for two integral constants.
@@ -233,8 +193,10 @@ cudaError_t softmax_dropout_fwd(const TensorRef& y, const TensorRef& probs, cons
     a.keys = static_cast<int>(x.sizes[3]);
     a.causal = causal;
     a.dropout = make_dropout(seed, p, offset);
-    const bool packs = packs_fit<T>(a.keys, y.data, probs.data, x.data) &&
+    const bool aligned = aligned16(y.data) && aligned16(probs.data) && aligned16(x.data);
+    const bool packs = aligned && a.keys % kPackWidth<T> == 0 &&
                        reinterpret_cast<uintptr_t>(key_padding_mask.data) % kPackWidth<T> == 0;
+    if (!packs && runs_fit<T>(a.keys)) return softmax_forward_runs(a, aligned, stream);
     return launch_rows<T>(
         a, packs,
         [](auto width, auto count) {
@@ -256,8 +218,11 @@ cudaError_t softmax_dropout_bwd(const TensorRef& dx, const TensorRef& dy, const 
     a.rows = probs.sizes[0] * probs.sizes[1] * probs.sizes[2];
     a.keys = static_cast<int>(probs.sizes[3]);
     a.dropout = make_dropout(seed, p, offset);
+    const bool aligned = aligned16(dx.data) && aligned16(dy.data) && aligned16(probs.data);
+    const bool packs = aligned && a.keys % kPackWidth<T> == 0;
+    if (!packs && runs_fit<T>(a.keys)) return softmax_backward_runs(a, aligned, stream);
     return launch_rows<T>(
-        a, packs_fit<T>(a.keys, dx.data, dy.data, probs.data),
+        a, packs,
         [](auto width, auto count) {
           return softmax_dropout_bwd_kernel<T, decltype(width)::value, decltype(count)::value>;
         },

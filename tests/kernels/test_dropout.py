@@ -20,14 +20,17 @@ def kept(x: Tensor, seed: int, offset: int, p: float) -> Tensor:
 
 class TestLeaf(LeafContract):
     def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
-        x, y = torch.randn(2, 13, 24, device=device).to(dtype)
-        return [
-            call("dropout_fwd", y=y, x=x, seed=seed_tensor(3, device), rows=None, p=p, offset=2) for p in (0.3, 0.0)
-        ]
+        calls = []
+        for columns in (24, 23):
+            x, y = torch.randn(2, 13, columns, device=device).to(dtype)
+            for p in (0.3, 0.0):
+                calls.append(call("dropout_fwd", y=y, x=x, seed=seed_tensor(3, device), rows=None, p=p, offset=2))
+        return calls
 
 
 @on_every_type
-@pytest.mark.parametrize("shape", ROW_SHAPES)
+# The last: several blocks, which begin anywhere in a row; rows shorter than a pack; more columns than a block has.
+@pytest.mark.parametrize("shape", [*ROW_SHAPES, (700, 33), (9000, 3), (3, 9001)])
 def test_matches_torch(shape: tuple[int, int], device: str, dtype: torch.dtype) -> None:
     x = torch.randn(shape, device=device).to(dtype)
     seed = seed_tensor(-5, device)

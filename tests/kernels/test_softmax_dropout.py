@@ -10,7 +10,11 @@ from ls_train.testing import assert_accurate, assert_matches_torch
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run, seed_tensor
 from tests.kernels.test_dropout import kept
 
-SHAPES = ((0, 2, 3, 4), (1, 1, 1, 1), (2, 3, 5, 7), (2, 2, 3, 64), (1, 2, 9, 33), (1, 1, 2, 1030), (2, 1, 4, 2))
+# In packs up to 32 lanes a row and more; runs of one to 16 lanes a row, of several blocks; beyond both in chunks.
+SHAPES = (
+    (0, 2, 3, 4), (1, 1, 1, 1), (2, 1, 4, 2), (2, 3, 5, 7), (1, 2, 9, 33), (2, 2, 37, 129), (1, 1, 9, 511),
+    (1, 1, 9, 513), (1, 1, 2, 1030), (1, 1, 2, 2500), (2, 2, 3, 64), (1, 2, 9, 128), (1, 1, 3, 264), (1, 1, 2, 2056),
+)  # fmt: skip
 
 
 def native(x: Tensor, padding: Tensor | None, causal: bool, p: float) -> Tensor:
@@ -34,7 +38,9 @@ def random_padding(shape: tuple[int, ...], device: str) -> Tensor:
 
 class TestLeaf(LeafContract):
     def calls(self, device: str, dtype: torch.dtype) -> list[Call]:
-        shape = (2, 3, 5, 7)
+        return [case for keys in (7, 24) for case in self.calls_of((2, 3, 5, keys), device, dtype)]
+
+    def calls_of(self, shape: tuple[int, ...], device: str, dtype: torch.dtype) -> list[Call]:
         x, y, probs, dy, dx = torch.randn(5, *shape, device=device).to(dtype)
         seed = seed_tensor(3, device)
         padding = random_padding(shape, device)
@@ -72,6 +78,22 @@ def test_matches_torch(
 def test_large_logits(device: str, dtype: torch.dtype) -> None:
     x = torch.tensor([1e4, -1e4, 1e4, 0.0, 9990.0], device=device).to(dtype).view(1, 1, 1, 5)
     assert_accurate(softmax_dropout(x), x.double().softmax(-1), dtype, x.softmax(-1))
+
+
+@on_every_type
+def test_masked_by_the_smallest_logit(device: str, dtype: torch.dtype) -> None:
+    """A row that is masked as a whole by the smallest number of its type has equal probabilities."""
+    for keys in (5, 8):
+        x = torch.full((1, 1, 2, keys), torch.finfo(dtype).min, device=device, dtype=dtype)
+        x[0, 0, 0, 1] = 2
+        assert_accurate(softmax_dropout(x), x.double().softmax(-1), dtype, x.softmax(-1))
+
+
+@on_every_type
+def test_single_key_has_no_gradient(device: str, dtype: torch.dtype) -> None:
+    x = torch.randn(1, 1, 24, 24, device=device).to(dtype).requires_grad_()
+    softmax_dropout(x, causal=True, p=0.3, seed=seed_tensor(9, device)).backward(torch.randn_like(x))
+    assert not x.grad[0, 0, 0].any()
 
 
 @on_every_type
