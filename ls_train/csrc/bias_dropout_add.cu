@@ -66,7 +66,7 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_dropout_add_bwd_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
                                 const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout) {
-  __shared__ float scratch[kTileThreads * kWidth];
+  __shared__ alignas(16) float scratch[kTileThreads * kWidth];
   const int column = tile_column<kWidth>();
   const bool inside = column < columns;
   const int64_t used = used_rows(rows, n);
@@ -84,8 +84,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
       if (!inside || !tile.is_used(r)) break;
       keep_packed(values[r]);
       float d[kWidth];
-      unpack(values[r], d);
-      dropped.apply(d, r);
+      dropped.unpack_and_apply(values[r], d, r);
       if (dx != nullptr) store(dx + tile.row(r) * columns + column, pack_floats<T>(d));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];

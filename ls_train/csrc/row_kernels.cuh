@@ -134,6 +134,21 @@ __device__ __forceinline__ void clear_unused(T* y, int64_t used, int64_t n, int 
   }
 }
 
+// The pack that dropout makes of x (kPositive: of max(x, 0)), with fewer instructions for 16-bit types.
+template <class T, bool kPositive = false, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> drop_and_pack(float (&x)[kWidth], const Keep8& keep, float scale,
+                                                         int column) {
+  if constexpr (kWidth == 8) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) x[i] *= scale;
+  } else {
+    drop(x, keep, scale, column);
+  }
+  Pack<T, kWidth> pack = kPositive ? pack_positive_parts<T>(x) : pack_floats<T>(x);
+  if constexpr (kWidth == 8) clear_dropped(pack, keep);
+  return pack;
+}
+
 // Dropout of the rows of a tile, decided for all of them at once, while their elements are on the way. With kWidth 1
 // all threads of the block must construct it.
 template <int kWidth, int kRows>
@@ -165,15 +180,25 @@ class TileDropout {
     }
   }
 
-  // The same for the pack that x (kPositive: max(x, 0)) becomes, with fewer instructions for 16-bit types.
-  template <class T, bool kPositive = false>
-  __device__ __forceinline__ Pack<T, kWidth> apply_and_pack(float (&x)[kWidth], int r) const {
+  // The same for the elements x of a pack, with fewer instructions for 16-bit types.
+  template <class T>
+  __device__ __forceinline__ void unpack_and_apply(Pack<T, kWidth> pack, float (&x)[kWidth], int r) const {
     if constexpr (kWidth == 8) {
+      clear_dropped(pack, keep_[r]);
+      unpack(pack, x);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) x[i] *= key_.scale;
-      Pack<T, kWidth> pack = kPositive ? pack_positive_parts<T>(x) : pack_floats<T>(x);
-      clear_dropped(pack, keep_[r]);
-      return pack;
+    } else {
+      unpack(pack, x);
+      apply(x, r);
+    }
+  }
+
+  // The same for the pack that x (kPositive: max(x, 0)) becomes.
+  template <class T, bool kPositive = false>
+  __device__ __forceinline__ Pack<T, kWidth> apply_and_pack(float (&x)[kWidth], int r) const {
+    if constexpr (kWidth > 1) {
+      return drop_and_pack<T, kPositive>(x, keep_[r], key_.scale, column_);
     } else {
       apply(x, r);
       return kPositive ? pack_positive_parts<T>(x) : pack_floats<T>(x);
@@ -190,37 +215,66 @@ class TileDropout {
 // ---------------------------------------------------------------------------------------------------------------
 // Column sums
 
-// Adds `sums`, kPacks packs a thread at columns (first + k * blockDim.x) * kWidth, over threadIdx.y and writes them
-// into one workspace row, which is aligned to 16 bytes where kWidth > 1. first: pack column of threadIdx.x == 0.
-// scratch: kPacks * kWidth floats a thread of the block. Every thread of the block must call it, those beyond the last
-// column too.
+// Adds kSums sums, kPacks packs a thread at columns (first + k * blockDim.x) * kWidth, over threadIdx.y and writes the
+// first `count` into a workspace row each, `stride` floats from the last one's and aligned to 16 bytes where kWidth
+// > 1. first: pack column of threadIdx.x == 0. scratch: kSums * kPacks * kWidth floats a thread of the block, aligned
+// as the rows. Every thread of the block must call it, those beyond the last column too.
+template <int kWidth, int kPacks, int kSums>
+__device__ __forceinline__ void write_partials(float* partial, int64_t stride,
+                                               const float (&sums)[kSums][kPacks][kWidth], int count, int64_t first,
+                                               int columns, float* scratch) {
+  constexpr int kChunk = kWidth > 1 ? 4 : 1, kChunks = kWidth / kChunk;
+  const int lanes = static_cast<int>(blockDim.x), groups = static_cast<int>(blockDim.y);
+  // The second half of a pack lies four lanes further, so in other banks than the first.
+  const auto slot = [&](int sum, int group, int k, int lane, int c) {
+    const int row = ((sum * groups + group) * kPacks + k) * kChunks + c;
+    return scratch + (row * lanes + (lane ^ (4 * c & (lanes - 1)))) * kChunk;
+  };
+  __syncthreads();
+#pragma unroll
+  for (int sum = 0; sum < kSums; ++sum) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        float values[kChunk];
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) values[i] = sums[sum][k][c * kChunk + i];
+        store(slot(sum, static_cast<int>(threadIdx.y), k, static_cast<int>(threadIdx.x), c),
+              pack_floats<float>(values));
+      }
+    }
+  }
+  __syncthreads();
+  for (int sum = 0; sum < count; ++sum) {
+    for (int k = 0; k < kPacks; ++k) {
+      for (int j = linear_thread(); j < lanes * kChunks; j += lanes * groups) {
+        const int64_t column = (first + static_cast<int64_t>(k) * lanes) * kWidth + j * kChunk;
+        if (column >= columns) break;
+        float total[kChunk] = {};
+#pragma unroll 4
+        for (int group = 0; group < groups; ++group) {
+          const auto chunk = load<kChunk>(static_cast<const float*>(slot(sum, group, k, j / kChunks, j % kChunks)));
+#pragma unroll
+          for (int i = 0; i < kChunk; ++i) total[i] += chunk.v[i];
+        }
+        float* const out = partial + sum * stride + column;
+        if constexpr (kChunk == 4) {
+          // The compiler would make four stores of an ordinary one.
+          __stcg(reinterpret_cast<float4*>(out), make_float4(total[0], total[1], total[2], total[3]));
+        } else {
+          *out = total[0];
+        }
+      }
+    }
+  }
+}
+
+// The same for one sum.
 template <int kWidth, int kPacks>
 __device__ __forceinline__ void write_partial(float* partial, const float (&sums)[kPacks][kWidth], int64_t first,
                                               int columns, float* scratch) {
-  constexpr int kElements = kPacks * kWidth;
-  constexpr int kChunk = kWidth > 1 ? 4 : 1;
-  const int lanes = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
-  const int groups = static_cast<int>(blockDim.y);
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      scratch[(static_cast<int>(threadIdx.y) * kElements + k * kWidth + i) * lanes + lane] = sums[k][i];
-    }
-  }
-  __syncthreads();
-  for (int chunk = static_cast<int>(threadIdx.y); chunk < kElements / kChunk; chunk += groups) {
-    const int k = chunk * kChunk / kWidth;
-    const int64_t column = (first + static_cast<int64_t>(k) * lanes + lane) * kWidth + chunk * kChunk % kWidth;
-    if (column >= columns) continue;
-    float total[kChunk] = {};
-    for (int group = 0; group < groups; ++group) {
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) total[i] += scratch[(group * kElements + chunk * kChunk + i) * lanes + lane];
-    }
-    store(partial + column, pack_floats<float>(total));
-  }
+  write_partials(partial, 0, reinterpret_cast<const float (&)[1][kPacks][kWidth]>(sums), 1, first, columns, scratch);
 }
 
 // What becomes of the partial rows of up to three sums. Without partial_rows they are added up into the gradients,
