@@ -9,7 +9,7 @@ from ls_train.ops import bias_dropout_add_layer_norm
 from ls_train.ops._arguments import statistics_dtype
 from ls_train.ops.bias_dropout_add_layer_norm import bias_dropout_add_layer_norm_workspace
 from ls_train.testing import assert_matches_torch
-from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run, seed_tensor
+from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_gpu_type, on_every_type, run, seed_tensor
 from tests.kernels.test_dropout import kept
 from tests.kernels.test_layer_norm import NORM_SHAPES
 
@@ -59,6 +59,24 @@ def test_matches_torch(shape: tuple[int, int], p: float, device: str, dtype: tor
         lambda *inputs: native(*inputs, p=p),
         (x, bias, residual, weight, norm_bias),
     )
+
+
+@on_every_gpu_type
+@pytest.mark.parametrize("columns", [24, 1000])
+def test_without_bias_two_sums_are_written(columns: int, device: str, dtype: torch.dtype) -> None:
+    """The scratch of a layer has no place for the partial rows of a sum that nobody wants."""
+    rows = 40
+    dy, total, dx, dresidual = torch.randn(4, rows, columns, device=device).to(dtype)
+    weight, dweight, dnorm_bias = torch.randn(3, columns, device=device).to(dtype)
+    mean, rstd = torch.rand(2, rows, device=device) + 0.5
+    scratch = torch.full((3 * rows * columns,), 7.0, device=device)
+    run("bias_dropout_add_layer_norm_bwd", {
+        "dx": dx, "dresidual": dresidual, "dbias": None, "dweight": dweight, "dnorm_bias": dnorm_bias,
+        "workspace": scratch[: 2 * rows * columns], "partial_rows": None, "dy": dy, "dsum": None, "sum": total,
+        "mean": mean, "rstd": rstd, "weight": weight, "seed": seed_tensor(3, device), "rows": None, "p": 0.3,
+        "offset": 2, "accumulate": False,
+    })  # fmt: skip
+    assert bool((scratch[2 * rows * columns :] == 7).all())
 
 
 @pytest.mark.parametrize("used", [0, 1])

@@ -68,7 +68,10 @@ def test_only_one_output_used() -> None:
 
 
 MANY_ROWS = 16400
-"""Enough for every geometry that the kernels choose by the number of rows."""
+"""Enough for every geometry that the forward kernels choose by the number of rows."""
+
+ROWS_OF_LONG_SHARES = 36000
+"""More than 64 rows for each of four groups in 132 blocks: the backward loads statistics of 32 rows at a time."""
 
 
 @on_every_gpu_type
@@ -92,7 +95,7 @@ def test_forward_bits_do_not_depend_on_the_number_of_rows(columns: int, device: 
 @pytest.mark.parametrize("columns", [1000, 1024])
 def test_backward_of_many_rows(columns: int, device: str, dtype: torch.dtype) -> None:
     """With most of the gradient zero, as sums over all rows would hide the error of one."""
-    x, dy = torch.randn(2, MANY_ROWS, columns, device=device).to(dtype)
+    x, dy = torch.randn(2, ROWS_OF_LONG_SHARES, columns, device=device).to(dtype)
     dy[9:-9] = 0
     weight, bias = torch.randn(2, columns, device=device).to(dtype)
 
@@ -100,12 +103,47 @@ def test_backward_of_many_rows(columns: int, device: str, dtype: torch.dtype) ->
         inputs = [t.clone().requires_grad_() for t in (x[rows], weight, bias)]
         return list(torch.autograd.grad(layer_norm(*inputs), inputs, dy[rows]))
 
-    everything = torch.arange(MANY_ROWS, device=device)
+    everything = torch.arange(ROWS_OF_LONG_SHARES, device=device)
     few = torch.cat([everything[:9], everything[-9:]])
     dx, dweight, dbias = gradients(everything)
     assert not dx[9:-9].any()
     for got, wanted in zip((dx[few], dweight, dbias), gradients(few), strict=True):
         torch.testing.assert_close(got, wanted, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@on_every_gpu_type
+@pytest.mark.parametrize("columns", [64, 512, 1000, 1024, 2048, 4096, 8192])
+@pytest.mark.parametrize("used", [0, 1, 130, 2999])
+def test_backward_of_rows_in_use(used: int, columns: int, device: str, dtype: torch.dtype) -> None:
+    """Of shares of several rows that are asked for before the number of used ones is known."""
+    rows = 3000
+    x, dy, dresidual = torch.randn(3, rows, columns, device=device).to(dtype)
+    weight, bias = torch.randn(2, columns, device=device).to(dtype)
+    mean, rstd = torch.empty(2, rows, dtype=statistics_dtype(dtype), device=device)
+    run("layer_norm_fwd", {
+        "y": torch.empty_like(x), "mean": mean, "rstd": rstd, "x": x, "weight": weight, "bias": bias, "rows": None,
+        "eps": 1e-5,
+    })  # fmt: skip
+
+    def gradients(count: int, in_use: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        dweight, dbias = torch.full((2, columns), float("nan"), device=device).to(dtype)
+        return run("layer_norm_bwd", {
+            "dx": torch.full((count, columns), float("nan"), device=device).to(dtype), "dweight": dweight,
+            "dbias": dbias, "workspace": torch.empty(layer_norm_workspace(count, columns), device=device),
+            "partial_rows": None, "dy": dy[:count], "dresidual": dresidual[:count], "x": x[:count],
+            "mean": mean[:count], "rstd": rstd[:count], "weight": weight, "rows": in_use, "accumulate": False,
+        })  # fmt: skip
+
+    expected = gradients(used, None)
+    for unused in (x, dy, dresidual, mean, rstd):
+        unused[used:] = float("nan")
+    actual = gradients(rows, torch.tensor([used], dtype=torch.int32, device=device))
+    assert torch.equal(actual["dx"][:used], expected["dx"])
+    assert not actual["dx"][used:].any()
+    for name in ("dweight", "dbias"):
+        # Added in another order: float32 sums of `used` numbers of about one, each rounded once.
+        close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-5 * max(1, used) ** 0.5}
+        torch.testing.assert_close(actual[name], expected[name], **close)
 
 
 @on_every_type
