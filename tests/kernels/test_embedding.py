@@ -7,7 +7,16 @@ from torch import Tensor
 
 from ls_train.ops import embedding
 from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch
-from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, row_count, run, seed_tensor
+from tests.kernels.leaf_contract import (
+    Call,
+    LeafContract,
+    call,
+    on_every_gpu_type,
+    on_every_type,
+    row_count,
+    run,
+    seed_tensor,
+)
 from tests.kernels.test_dropout import kept
 
 WORDS, PLACES = 17, 23
@@ -122,6 +131,48 @@ def test_gradient_is_exactly_zero_for_absent_and_padding_ids(device: str, dtype:
     (grad,) = torch.autograd.grad(embedding(tokens, tokens, weight, padding_idx=1).sum(), weight)
     assert grad.any(1).nonzero().flatten().tolist() == [5, 7]
     assert_accurate(grad[5], torch.full((8,), 2.0, dtype=torch.float64, device=device), dtype)
+
+
+@on_every_type
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("columns", [9, 264, 1032])
+def test_runs_of_every_length(columns: int, accumulate: bool, device: str, dtype: torch.dtype) -> None:
+    """Runs of one id around the lengths that are summed in other ways; ids between and after them are absent."""
+    lengths = torch.tensor([1, 7, 8, 9, 1, 31, 32, 33, 34, 2, 64, 300, 40, 1, 1, 5])
+    ids, padding_idx = 2 * torch.arange(len(lengths)) + 1, 25  # the run of 40
+    tokens = ids.repeat_interleave(lengths)
+    tokens = tokens[torch.randperm(tokens.numel())].to(device)
+    dy = torch.randn(tokens.numel(), columns, device=device).to(dtype)
+    before = torch.randn(100, columns, device=device).to(dtype)
+    sorted_ids, order = tokens.sort(stable=True)
+
+    def gradient() -> Tensor:
+        dweight = before.clone() if accumulate else torch.full_like(before, float("nan"))
+        torch.ops.ls_train.embedding_bwd(
+            dweight, dy, order, sorted_ids, None, None, 2.0, 0.0, 0, padding_idx, accumulate
+        )
+        return dweight
+
+    expected = before.to(torch.float64, copy=True) if accumulate else torch.zeros_like(before, dtype=torch.float64)
+    touched = tokens != padding_idx
+    expected.index_add_(0, tokens[touched], dy[touched].double(), alpha=2.0)
+    dweight = gradient()
+    assert_accurate(dweight, expected, dtype)
+    absent = torch.ones(100, dtype=torch.bool, device=device).index_fill_(0, tokens[touched], False)
+    assert torch.equal(dweight[absent], before[absent] if accumulate else torch.zeros_like(before[absent]))
+    assert torch.equal(dweight, gradient())
+
+
+@on_every_gpu_type
+def test_gradient_of_ids_out_of_range(device: str, dtype: torch.dtype) -> None:
+    """They reach no row, also where many are equal."""
+    tokens = torch.randint(WORDS, (300,), device=device)
+    bad = torch.tensor([-1, -7, WORDS, 1 << 40], device=device).repeat_interleave(50)
+    weight = torch.randn(WORDS, 24, device=device).to(dtype).requires_grad_()
+    dy = torch.randn(500, 24, device=device).to(dtype)
+    (wanted,) = torch.autograd.grad(embedding(tokens, tokens, weight), weight, dy[:300])
+    (got,) = torch.autograd.grad(embedding(torch.cat([tokens, bad]), torch.cat([tokens, bad]), weight), weight, dy)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=4 * torch.finfo(dtype).eps * float(wanted.abs().max()))
 
 
 def test_gradcheck() -> None:
