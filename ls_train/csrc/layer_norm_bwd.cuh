@@ -1,11 +1,11 @@
 // The backward of layer normalisation, with kAdd through the bias + dropout + residual before it as well.
 //
 // layer_norm_bwd_kernel
-//   Grid min(132, ceil(N / groups)), block (lanes, groups) of up to 512: a block walks over its share of the rows, a
-//   group takes a row at a time, a thread keeps its columns' sums in registers. Later rows are on their way into shared
-//   memory, the first ones before the number of used ones is known. Reads dy and the normalised rows (and dsum) once,
-//   writes dresidual (kAdd: and dx with dropout) once: 3 to 5 * N * C * sizeof(T) bytes. For aligned rows of up to 1024
-//   packs.
+//   Grid min(132, ceil(N / groups)), block (lanes, groups) of up to 512: the groups of all blocks take rows in turn, so
+//   that memory is gone over from one end to the other, a thread keeps its columns' sums in registers. Later rows are
+//   on their way into shared memory, the first ones before the number of used ones is known. Reads dy and the
+//   normalised rows (and dsum) once, writes dresidual (kAdd: and dx with dropout) once: 3 to 5 * N * C * sizeof(T)
+//   bytes. For aligned rows of up to 1024 packs.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -16,7 +16,7 @@
 namespace ls_train {
 
 constexpr int kRingBlocks = 132;      // one on each multiprocessor
-constexpr int kRingBytes = 64 << 10;  // of rows under way to a block: with more, memory is slower
+constexpr int kRingBytes = 48 << 10;  // of rows under way to a block: with more, memory is slower
 constexpr int kRingStages = 16;       // at most
 constexpr int kRingPacks = 4;         // most that a thread holds of a row
 template <int kPacks>
@@ -74,19 +74,19 @@ __global__ void __launch_bounds__(kRingThreads<kPacks>, 1) layer_norm_bwd_kernel
   const int lane = static_cast<int>(threadIdx.x);
   const bool has_dsum = a.dsum != nullptr;
   const int packs = a.columns / kWidth, stage_slots = (has_dsum ? 3 : 2) * packs;
-  const RowShare share = row_share(a.n, gridDim.x, blockIdx.x);
-  const int end = static_cast<int>(share.end - share.first);  // rows are counted from the block's first
-  const int64_t base = share.first * a.columns;
+  // The group's rows.
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * groups + group;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * groups;
 
   // The group's rows in shared memory, [stage][tensor][pack]. From sm_90 on its first thread asks for whole rows and
   // all wait for them; before, every thread copies the packs that it reads, of two rows at most.
   uint4* const ring = shared + group * stages * stage_slots;
 #if __CUDA_ARCH__ >= 900
   __shared__ uint64_t arrived[kMostGroups][kRingStages];
-  const auto fetch = [&](int row, int last, int stage) {
+  const auto fetch = [&](int64_t row, int64_t last, int stage) {
     if (lane != 0 || row >= last) return;
     const uint32_t bytes = packs * sizeof(uint4);
-    const int64_t at = base + static_cast<int64_t>(row) * a.columns;
+    const int64_t at = row * a.columns;
     uint64_t* const barrier = &arrived[group][stage];
     uint4* const slots = ring + stage * stage_slots;
     bulk_expect(barrier, stage_slots * sizeof(uint4));
@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kRingThreads<kPacks>, 1) layer_norm_bwd_kernel
   for (int i = 0; lane == 0 && i < stages; ++i) bulk_init(&arrived[group][i]);
 #else
   stages = min(stages, 2);
-  const auto fetch = [&](int row, int last, int stage) {
-    const int64_t at = base + static_cast<int64_t>(row) * a.columns;
+  const auto fetch = [&](int64_t row, int64_t last, int stage) {
+    const int64_t at = row * a.columns;
     uint4* const slots = ring + stage * stage_slots;
     for (int i = lane; row < last && i < packs; i += kLanes) {
       __pipeline_memcpy_async(slots + i, a.dy + at + i * kWidth, sizeof(uint4));
@@ -120,13 +120,13 @@ __global__ void __launch_bounds__(kRingThreads<kPacks>, 1) layer_norm_bwd_kernel
 
   // The first rows are asked for before the number of used ones is known.
 #pragma unroll 1
-  for (int i = 0; i < stages; ++i) fetch(group + i * groups, end, i);
+  for (int i = 0; i < stages; ++i) fetch(first + i * step, a.n, i);
   // Lane l of a warp has the statistics of the group's row 32 * batch + l.
-  const auto statistic = [&](const float* of, int batch, int last) {
-    const int row = group + (batch * kWarp + lane % kWarp) * groups;
-    return row < last ? of[share.first + row] : 0.f;
+  const auto statistic = [&](const float* of, int batch, int64_t last) {
+    const int64_t row = first + (batch * kWarp + lane % kWarp) * step;
+    return row < last ? of[row] : 0.f;
   };
-  float means = statistic(a.mean, 0, end), rstds = statistic(a.rstd, 0, end);
+  float means = statistic(a.mean, 0, a.n), rstds = statistic(a.rstd, 0, a.n);
   const auto column = [&](int k) { return (k * kLanes + lane) * kWidth; };
   Pack<T, kWidth> weight[kPacks];
 #pragma unroll
@@ -135,8 +135,7 @@ __global__ void __launch_bounds__(kRingThreads<kPacks>, 1) layer_norm_bwd_kernel
   }
   const DropoutKey key = kAdd ? dropout_key(a.dropout) : DropoutKey{};
   const int64_t used = used_rows(a.rows, a.n);
-  const int used_end = static_cast<int>(min(max(used - share.first, int64_t{0}), static_cast<int64_t>(end)));
-  float next_means = statistic(a.mean, 1, used_end), next_rstds = statistic(a.rstd, 1, used_end);
+  float next_means = statistic(a.mean, 1, used), next_rstds = statistic(a.rstd, 1, used);
   float sums[kSums][kPacks][kWidth] = {};  // dweight, dnorm_bias, dbias
   __syncthreads();
 
@@ -149,23 +148,22 @@ __global__ void __launch_bounds__(kRingThreads<kPacks>, 1) layer_norm_bwd_kernel
       parity ^= 1;
     }
   };
-  const int64_t start = base + static_cast<int64_t>(group) * a.columns + lane * kWidth;
-  const int64_t step = static_cast<int64_t>(groups) * a.columns;
+  const int64_t start = first * a.columns + lane * kWidth, stride = step * a.columns;
   T* dresidual = a.dresidual + start;
   T* dx = kAdd && a.dx != nullptr ? a.dx + start : nullptr;
 #pragma unroll 1
-  for (int row = group; row < used_end; row += groups) {
+  for (int64_t row = first; row < used; row += step) {
     if (count != 0 && count % kWarp == 0) {
       means = next_means;
       rstds = next_rstds;
-      next_means = statistic(a.mean, count / kWarp + 1, used_end);
-      next_rstds = statistic(a.rstd, count / kWarp + 1, used_end);
+      next_means = statistic(a.mean, count / kWarp + 1, used);
+      next_rstds = statistic(a.rstd, count / kWarp + 1, used);
     }
     const float mean = __shfl_sync(kAllLanes, means, count % kWarp);
     const float rstd = __shfl_sync(kAllLanes, rstds, count % kWarp), shift = -mean * rstd;
     Keep8 keep[kPacks];
     const auto decide = [&](int k) {
-      keep[k] = key.active() ? keep8(key, share.first + row, static_cast<uint32_t>(column(k)) / 8) : keep_all();
+      keep[k] = key.active() ? keep8(key, row, static_cast<uint32_t>(column(k)) / 8) : keep_all();
     };
     if (kAdd && kPacks == 1) decide(0);  // while the rows are on their way; for more packs registers do not suffice
     wait(stage, parity);
@@ -199,7 +197,7 @@ __global__ void __launch_bounds__(kRingThreads<kPacks>, 1) layer_norm_bwd_kernel
     }
     group_sums<kLanes>(row_sums, scratch[count % 2]);
     if (kLanes == kWarp) __syncwarp();
-    fetch(row + stages * groups, used_end, stage);  // all threads of the group have read this one
+    fetch(row + stages * step, used, stage);  // all threads of the group have read this one
     // dx = rstd * (g - mean of g - xhat * mean of g * xhat) = rstd * g + slope * x + rest
     const float slope = -rstd * rstd * (row_sums[1] * a.per_column);
     const float rest = -fmaf(rstd, row_sums[0] * a.per_column, slope * mean);
@@ -225,21 +223,21 @@ __global__ void __launch_bounds__(kRingThreads<kPacks>, 1) layer_norm_bwd_kernel
         for (int i = 0; i < kWidth; ++i) sums[kSums - 1][k][i] += d[i];
       }
     }
-    dresidual += step;
-    if (dx != nullptr) dx += step;
+    dresidual += stride;
+    if (dx != nullptr) dx += stride;
     advance();
   }
   // Rows that have been asked for in vain.
-  while (count < stages && group + count * groups < end) {
+  while (count < stages && first + count * step < a.n) {
     wait(stage, parity);
     advance();
   }
 #if __CUDA_ARCH__ < 900
   __pipeline_wait_prior(0);
 #endif
-  for (int row = used_end + group; row < end; row += groups) {
+  for (int64_t row = used + first; row < a.n; row += step) {
     for (int i = lane; i < packs; i += kLanes) {
-      const int64_t at = base + static_cast<int64_t>(row) * a.columns + i * kWidth;
+      const int64_t at = row * a.columns + i * kWidth;
       store(a.dresidual + at, zero_pack<T, kWidth>());
       if (kAdd && a.dx != nullptr) store(a.dx + at, zero_pack<T, kWidth>());
     }

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(1200)  # the first of these tests compiles ever
 
 ALLOWED_SPILLS: dict[tuple[str, str], int] = {
     # Rows of 4097 to 8192 half-precision columns only.
-    ("layer_norm_bwd_kernel", "sm_75"): 36,
+    ("layer_norm_bwd_kernel", "sm_75"): 32,
     # Heads of 32 only.
     ("attention_bwd_kernel", "sm_90"): 12,
 }
