@@ -88,10 +88,13 @@ __global__ void __launch_bounds__(kRows * 2, kBlocks<kRows>) attention_bwd_block
   const Task task = short_task(a, 1, kRows);
   const Sequence& seq = task.sequence;
   const int read_keys = seq.q_len > 0 ? seq.k_len : 0;
+  // The probability of a single key is one, whatever q and k are: taken as zeros they get no gradient, not even the
+  // rounding of out.
+  const bool is_single = seq.k_len == 1;
   load_side<kWarps, kRows>(shared.dout, a.dout, seq.q_start, task.head, seq.q_len, a.dim);
   commit_copies();
-  load_side<kWarps, kRows>(shared.q, a.q, seq.q_start, task.head, seq.q_len, a.dim);
-  load_side<kWarps, kRows>(shared.k, a.k, seq.k_start, task.head, read_keys, a.dim);
+  load_side<kWarps, kRows>(shared.q, a.q, seq.q_start, task.head, is_single ? 0 : seq.q_len, a.dim);
+  load_side<kWarps, kRows>(shared.k, a.k, seq.k_start, task.head, is_single ? 0 : read_keys, a.dim);
   load_side<kWarps, kRows>(shared.v, a.v, seq.k_start, task.head, read_keys, a.dim);
   commit_copies();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
@@ -105,7 +108,8 @@ __global__ void __launch_bounds__(kRows * 2, kBlocks<kRows>) attention_bwd_block
   }
   const DropoutKey dropout = dropout_key(a.dropout);
   if (thread < kRows) {  // rows that are no queries have no probabilities
-    const float lse = thread < seq.q_len ? a.lse[(seq.q_start + thread) * a.heads + task.head] : INFINITY;
+    float lse = INFINITY;
+    if (thread < seq.q_len) lse = is_single ? 0.f : a.lse[(seq.q_start + thread) * a.heads + task.head];
     shared.lse2[thread] = fmaxf(lse * kLog2E, kLowestLse);
   }
   if (dropout.active()) {

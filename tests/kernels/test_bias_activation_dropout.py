@@ -71,10 +71,10 @@ def test_large_inputs(activation: str, device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("columns", [8, 7], ids=["packs", "single"])
 @pytest.mark.parametrize("dtype, smallest", [(torch.float16, -14), (torch.bfloat16, -20)], ids=str)
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("device", [device for device in devices() if device != "cpu"])
 def test_gelu_of_every_value(device: str, dtype: torch.dtype, smallest: int, columns: int) -> None:
-    """All finite numbers: three quarters of a unit in the last place, of which rounding makes half, and the 2e-7 that
-    1 + erf loses in float32 (the CPU's reference); gradients 2e-5 beside the rounding."""
+    """All finite numbers: three quarters of a unit in the last place, of which rounding makes half, and 2e-7; gradients
+    2e-5 beside the rounding. The CPU's reference is torch's own gelu, whose error depends on its version."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     x = x[x.isfinite()]
     x = x[: x.numel() // columns * columns].view(-1, columns).to(device)

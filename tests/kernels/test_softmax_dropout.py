@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -82,9 +84,10 @@ def test_large_logits(device: str, dtype: torch.dtype) -> None:
 
 @on_every_type
 def test_masked_by_the_smallest_logit(device: str, dtype: torch.dtype) -> None:
-    """A row that is masked as a whole by the smallest number of its type has equal probabilities."""
-    for keys in (5, 8):
-        x = torch.full((1, 1, 2, keys), torch.finfo(dtype).min, device=device, dtype=dtype)
+    """A row that is masked as a whole by the smallest number of its type, or another, has equal probabilities."""
+    masked = torch.tensor([torch.finfo(dtype).min, -1e4, -1e9, -1e12, -1e30], dtype=torch.float64)
+    for keys, low in itertools.product((5, 8), masked.clamp(min=torch.finfo(dtype).min).tolist()):
+        x = torch.full((1, 1, 2, keys), low, device=device, dtype=dtype)
         x[0, 0, 0, 1] = 2
         assert_accurate(softmax_dropout(x), x.double().softmax(-1), dtype, x.softmax(-1))
 
