@@ -1,18 +1,14 @@
 """Output projection and label-smoothed cross entropy together, without ever holding the whole logits.
 
 The rows go through in chunks: logits of a chunk, ``cross_entropy_inplace`` turns them into their gradient, and two
-products give the chunk's part of the gradients of input and weight, on a GPU side by side: the last blocks of one leave
-multiprocessors to the other. Only the sum over rows can therefore be differentiated. :func:`linear_cross_entropy` does
-all this in its forward, and its backward multiplies by the incoming gradient. Who knows that gradient before (a
-training step does: it is the loss scale) calls :func:`linear_cross_entropy_gradients`: the logits' gradients carry it,
-so that both gradients are final.
+products give the chunk's part of the gradients of input and weight. Only the sum over rows can therefore be
+differentiated. :func:`linear_cross_entropy` does all this in its forward, and its backward multiplies by the incoming
+gradient. Who knows that gradient before (a training step does: it is the loss scale) calls
+:func:`linear_cross_entropy_gradients`: the logits' gradients carry it, so that both gradients are final.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -201,8 +197,6 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
     dx, dweight = (None, None) if gradients is None else gradients[:2]
     step = max(1, chunk_rows(total, gradients is not None and gradients.is_held))
     rows, smoothing, ignored = options.rows, options.label_smoothing, options.ignore_index
-    parallel = x.is_cuda and dx is not None and dweight is not None and not torch.compiler.is_compiling()
-    beside = _beside_stream(x.device) if parallel else None
     if rows is not None:
         used = (rows - torch.arange(0, total, step, dtype=rows.dtype, device=rows.device)).clamp_(0, step)
     buffer, weight_t = x.new_empty(min(step, total), weight.shape[0]), weight.t()
@@ -220,31 +214,12 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
             logits, loss, nll, hits, targets, count, gradients.scale, smoothing, ignored
         )
         if gradient is not None:
-            with _on(beside):
-                torch.mm(logits, weight, out=gradient)
+            torch.mm(logits, weight, out=gradient)
         if dweight is not None:
             _write_product(dweight, logits.t(), part, gradients.accumulate or i > 0)
-        if beside is not None:
-            torch.cuda.current_stream(x.device).wait_stream(beside)  # before the next chunk takes the buffer
     if total == 0 and dweight is not None and not gradients.accumulate:
         dweight.zero_()
     return CrossEntropy(losses[0].sum(), losses[1].sum(), None if correct is None else correct.sum())
-
-
-@functools.cache
-def _beside_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Let the block run on ``stream``, behind what the current stream has; None: on the current one."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
 
 
 def _weight_gradient(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor | None:
