@@ -126,7 +126,7 @@ class HostBatch(NamedTuple):
     """
 
     block: Tensor
-    places: tuple[tuple[str, int], ...]
+    places: tuple[_Place, ...]
     sides: tuple[tuple[tuple[int, int], int], ...]
     counted: int
     options: tuple[int, int]
@@ -189,7 +189,7 @@ def pack_on_host(sample: Mapping[str, Any], padding_idx: int, prefix: int = 0) -
     for side in sides:
         parts += side.parts(padding_idx, None, None)
     shapes = tuple((side.shape, side.max_length) for side in sides)
-    return HostBatch(_block(parts), tuple(tuple(part.place) for part in parts), shapes, counted, (padding_idx, prefix))
+    return HostBatch(_block(parts), tuple(part.place for part in parts), shapes, counted, (padding_idx, prefix))
 
 
 def pack_batch(
@@ -216,11 +216,10 @@ def pack_batch(
         packed = pack_on_host(sample, padding_idx, prefix)
     # The batch may come again, a dummy for example, while the copy of the first time is still under way.
     host = torch.empty(len(packed.block), dtype=torch.int64, pin_memory=device.type == "cuda")
-    words = host.numpy()
-    words[:] = packed.block.numpy()
-    words[0] = plan.seed
-    words[1:2].view(np.float32)[:] = plan.inverse, plan.weight
-    views = _views(host.to(device, non_blocking=True), [_Place(*place) for place in packed.places])
+    head = _block(_head(plan))
+    host.copy_(packed.block)
+    host[: len(head)] = head
+    views = _views(host.to(device, non_blocking=True), packed.places)
     return _batch(packed.sides, views, [length for _, length in packed.sides], False), packed.counted
 
 
