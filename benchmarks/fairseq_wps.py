@@ -26,7 +26,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -119,9 +118,8 @@ def environments(gpus: int) -> list[dict[str, str]]:
     if gpus == 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         return [{"CUDA_VISIBLE_DEVICES": visible}]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    # Imported here, as the plugin brings all of fairseq.
+    port = importlib.import_module("fairseq_plugin.ports").free_port()
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(gpus)}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
 
@@ -316,7 +314,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.measured < 1 or options.measured % (_INTERVALS * (options.gpus or 1)):
         parser().error(f"--measured {options.measured}: give a multiple of {_INTERVALS} times the number of GPUs")
     if options.balance_ranks and options.gpus:
-        # The same batches are measured in whole windows only. Imported here, as the plugin brings all of fairseq.
+        # The same batches are measured in whole windows only. Imported here as above.
         window = importlib.import_module("fairseq_plugin.rank_balance").WINDOW * options.gpus
         if options.measured % window:
             parser().error(f"--measured {options.measured}: --balance-ranks exchanges {window} batches")
