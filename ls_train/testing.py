@@ -24,6 +24,11 @@ def devices() -> tuple[str, ...]:
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
+def gpus() -> tuple[str, ...]:
+    """Return the device types of :func:`devices` other than the CPU."""
+    return devices()[1:]
+
+
 def dtypes(device: str) -> tuple[torch.dtype, ...]:
     """Return the activation types that operators support on ``device``."""
     types = (torch.float32, torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ls_train.ops import bias_activation_dropout
 from ls_train.ops.bias_activation_dropout import ACTIVATIONS, bias_activation_dropout_workspace
-from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch, devices
+from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch, gpus
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_a_card, on_every_type, run, seed_tensor
 from tests.kernels.test_dropout import kept
 
@@ -71,7 +71,7 @@ def test_large_inputs(activation: str, device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("columns", [8, 7], ids=["packs", "single"])
 @pytest.mark.parametrize("dtype, smallest", [(torch.float16, -14), (torch.bfloat16, -20)], ids=str)
-@pytest.mark.parametrize("device", [device for device in devices() if device != "cpu"])
+@pytest.mark.parametrize("device", gpus())
 def test_gelu_of_every_value(device: str, dtype: torch.dtype, smallest: int, columns: int) -> None:
     """All finite numbers: three quarters of a unit in the last place, of which rounding makes half, and 2e-7; gradients
     2e-5 beside the rounding. The CPU's reference is torch's own gelu, whose error depends on its version."""

@@ -17,13 +17,12 @@ from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
 from ls_train.layers.gradients import GradientWriter
 from ls_train.packing import Packing
 from ls_train.params import FlatParameters
-from ls_train.testing import devices
+from ls_train.testing import gpus
 from tests.layers.comparison import gradient_errors, gradients
 from tests.layers.test_autograd import SEED
 from tests.operator_calls import OperatorCalls
 
 SIZE = 16
-ON_GPU = [device for device in devices() if device != "cpu"]
 every_kind = pytest.mark.parametrize("kind", [LSTransformerEncoderLayer, LSTransformerDecoderLayer])
 every_order = pytest.mark.parametrize("normalize_before", [True, False], ids=["pre", "post"])
 
@@ -170,13 +169,13 @@ def kernels_of(function) -> list[str]:
     ]
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.skipif(not gpus(), reason="needs a CUDA device")
 @every_order
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_launches_of_a_backward(dtype, kind, normalize_before, monkeypatch):
     """As many of the compiled operator as of the Python code, in the same order, and one that adds up."""
-    layer = build(kind, ON_GPU[0], size=64, normalize_before=normalize_before).to(dtype)
+    layer = build(kind, gpus()[0], size=64, normalize_before=normalize_before).to(dtype)
     flat = FlatParameters(layer.named_parameters())
     flat.direct_grads = True
     launched: dict[str, list[str]] = {}

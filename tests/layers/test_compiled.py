@@ -13,11 +13,10 @@ from ls_train.layers.encoder_layer import EncoderParameters, LSTransformerEncode
 from ls_train.memory import Workspace, workspace
 from ls_train.packing import Packing
 from ls_train.params import FlatParameters
-from ls_train.testing import devices
+from ls_train.testing import gpus
 
 SIZE = 64
-ON_GPU = [device for device in devices() if device != "cpu"]
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="the operators exist only in the compiled library")
+needs_gpu = pytest.mark.skipif(not gpus(), reason="the operators exist only in the compiled library")
 
 
 def gradients_of_three_layers(modules, flat, dtype, seed, times):
@@ -51,10 +50,10 @@ def test_same_bits_as_the_python_code(normalize_before, activation, rate, dtype,
     arguments = {"embed_dim": SIZE, "num_heads": 4, "normalize_before": normalize_before, "activation": activation}
     torch.manual_seed(4)
     layers = [kind(**arguments, **rates) for kind in (LSTransformerEncoderLayer, *[LSTransformerDecoderLayer] * 2)]
-    modules = torch.nn.ModuleList(layers).to(ON_GPU[0], dtype)
+    modules = torch.nn.ModuleList(layers).to(gpus()[0], dtype)
     flat = FlatParameters(modules.named_parameters())
     flat.direct_grads = direct_grads
-    seed = torch.tensor([7], device=ON_GPU[0])
+    seed = torch.tensor([7], device=gpus()[0])
     for times in (1, 2):
         results = []
         for device in ("cuda", "nowhere"):
@@ -68,9 +67,9 @@ def test_same_bits_as_the_python_code(normalize_before, activation, rate, dtype,
 @needs_gpu
 def test_one_operator_call_a_pass(monkeypatch):
     """With flat parameters the operators are used; without, q, k and v lie apart and the Python code serves."""
-    layer = LSTransformerEncoderLayer(embed_dim=SIZE, num_heads=4).to(ON_GPU[0])
-    packing = Packing.from_lengths(torch.tensor([5]), 5, torch.device(ON_GPU[0]))
-    x = torch.randn(5, SIZE, device=ON_GPU[0])
+    layer = LSTransformerEncoderLayer(embed_dim=SIZE, num_heads=4).to(gpus()[0])
+    packing = Packing.from_lengths(torch.tensor([5]), 5, torch.device(gpus()[0]))
+    x = torch.randn(5, SIZE, device=gpus()[0])
     names = []
     monkeypatch.setattr(
         "ls_train.layers.compiled.compiled",
@@ -105,12 +104,12 @@ def test_one_operator_call_a_pass(monkeypatch):
 )
 def test_bad_arguments_are_refused(change, message):
     """Whatever does not fit is an error before anything is launched."""
-    layer = LSTransformerEncoderLayer(embed_dim=SIZE, num_heads=4).to(ON_GPU[0])
+    layer = LSTransformerEncoderLayer(embed_dim=SIZE, num_heads=4).to(gpus()[0])
     parameters = [layer.self_attn.q_proj.weight.repeat(3, 1), layer.self_attn.q_proj.bias.repeat(3)]
     for module in (layer.self_attn.out_proj, layer.self_attn_layer_norm, layer.fc1, layer.fc2, layer.final_layer_norm):
         parameters += [module.weight, module.bias]
     layout = encoder_block(5, SIZE, 4 * SIZE, 4, False, torch.float32)
-    x = torch.randn(5, SIZE, device=ON_GPU[0])
+    x = torch.randn(5, SIZE, device=gpus()[0])
     packing = Packing.from_lengths(torch.tensor([5]), 5, x.device)
     arguments = {
         "y": torch.empty_like(x),
