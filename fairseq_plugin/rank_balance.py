@@ -31,8 +31,8 @@ def sizes_of(dataset: Any, batches: Sequence[Sequence[int]], max_tokens: int | N
     """Return how much work each batch is, relative to others, float64 (batches,).
 
     A target row, which meets decoder and output projection, costs half as much again as a source row; the longer the
-    sequences, the more attention adds to a row. Rows and lengths are rounded up as graphs do it; the real
-    number of tokens decides between batches of one shape.
+    sequences, the more attention adds to a row. Rows and lengths are rounded up as graphs do it; the real number of
+    tokens decides between batches of one shape.
     """
     buckets = Buckets(max_tokens)
     sizes = np.asarray(dataset.sizes).reshape(len(dataset), -1)
@@ -42,9 +42,12 @@ def sizes_of(dataset: Any, batches: Sequence[Sequence[int]], max_tokens: int | N
         rows = sentences.sum(0)
         source, target = (int(rows[0]), int(rows[1])) if len(rows) > 1 else (0, int(rows[0]))
         shape = buckets.shape(target, source, int(sentences.max(initial=0)), len(sentences))
-        work = (3 * shape[0] + 2 * shape[1]) * (1 + shape[2] / _ATTENTION)
-        works.append(work + (3 * target + 2 * source) / 1e9)
+        works.append(_work(*shape[:2]) * (1 + shape[2] / _ATTENTION) + _work(target, source) / 1e9)
     return np.array(works, dtype=np.float64)
+
+
+def _work(target: int, source: int) -> int:
+    return 3 * target + 2 * source
 
 
 def balanced(works: np.ndarray, group: int, seed: tuple[int, int]) -> np.ndarray:
