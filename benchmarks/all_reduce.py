@@ -26,7 +26,7 @@ from benchmarks.fairseq_wps import ARCHS, OPTIONS, VOCABULARY, Run, add_options,
 from benchmarks.processes import Prepared, in_turn
 from benchmarks.random_data import write_data
 from benchmarks.records import RESULTS, compile_kernels, write_records
-from benchmarks.trace import Kernel, Step
+from benchmarks.trace import Kernel, Step, shared_time
 
 _RECORDED = 8
 _COLLECTIVE = re.compile("nccl|all_?reduce|reduce_?scatter|all_?gather", re.I)
@@ -37,20 +37,6 @@ _PROGRAM = (
     "record_training(implementation, Path(path), int(skipped), flags, int(updates), wait_for_go, "
     "(int(batches), int(skipped)))"
 )
-
-
-def hidden_share(kernels: Sequence[Kernel]) -> float:
-    """Return the percentage of the collectives' time in which other kernels run.
-
-    Raises:
-        ValueError: there is no collective among ``kernels``.
-    """
-    collectives = [kernel for kernel in kernels if _COLLECTIVE.search(kernel.name)]
-    others = [kernel for kernel in kernels if not _COLLECTIVE.search(kernel.name)]
-    total = Step.busy(collectives)
-    if total == 0:
-        raise ValueError("no all-reduce was recorded: use two GPUs or more")
-    return 100 * (total + Step.busy(others) - Step.busy(kernels)) / total
 
 
 def _prepared(run: Run, data: Path, path: Path, stack: contextlib.ExitStack) -> list[Prepared]:
@@ -73,15 +59,19 @@ def figures(steps: Sequence[Step]) -> dict[str, tuple[float, str]]:
     Raises:
         ValueError: there is no collective in one of them.
     """
-    shares = [hidden_share(step.kernels) for step in steps]
-    times = [Step.busy([kernel for kernel in step.kernels if _COLLECTIVE.search(kernel.name)]) / 1e3 for step in steps]
-    # An update with a late rank has a longer all-reduce: the mean by time.
-    hidden = sum(share * time for share, time in zip(shares, times)) / sum(times)
-    time = sum(times) / len(times)
+    hidden = exposed = 0.0
+    for step in steps:
+        groups: tuple[list[Kernel], list[Kernel]] = [], []
+        for kernel in step.kernels:
+            groups[_COLLECTIVE.search(kernel.name) is None].append(kernel)
+        beside, alone = shared_time(*groups)
+        if beside + alone == 0:
+            raise ValueError("no all-reduce was recorded: use two GPUs or more")
+        hidden, exposed = hidden + beside, exposed + alone
     return {
-        "all_reduce_hidden": (hidden, "%"),
-        "all_reduce_time": (time, "ms"),
-        "all_reduce_exposed": (time * (1 - hidden / 100), "ms"),
+        "all_reduce_hidden": (100 * (hidden / (hidden + exposed)), "%"),
+        "all_reduce_time": ((hidden + exposed) / len(steps) / 1e3, "ms"),
+        "all_reduce_exposed": (exposed / len(steps) / 1e3, "ms"),
     }
 
 

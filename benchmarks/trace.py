@@ -48,17 +48,35 @@ class Step:
     @property
     def gaps(self) -> float:
         """Microseconds of the period in which no kernel runs."""
-        return self.period - self.busy(self.kernels)
+        total = end = 0.0
+        for kernel in self.kernels:
+            total += max(0.0, kernel.start - end)
+            end = max(end, kernel.start + kernel.duration)
+        return total + max(0.0, self.period - end)
 
     @staticmethod
     def busy(kernels: Sequence[Kernel]) -> float:
         """Return the microseconds in which at least one of ``kernels`` runs."""
-        total = end = 0.0
-        for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-            begin = max(kernel.start, end)
-            end = max(end, kernel.start + kernel.duration)
-            total += max(0.0, end - begin)
-        return total
+        return shared_time(kernels, ())[1]
+
+
+def shared_time(kernels: Sequence[Kernel], others: Sequence[Kernel]) -> tuple[float, float]:
+    """Return the microseconds in which any of ``kernels`` runs: those beside one of ``others``, and those without."""
+    changes = [
+        (moment, group, change)
+        for group, members in enumerate((kernels, others))
+        for kernel in members
+        for moment, change in ((kernel.start, 1), (kernel.start + kernel.duration, -1))
+    ]
+    running = [0, 0]
+    beside = alone = last = 0.0
+    for moment, group, change in sorted(changes):
+        if running[0] > 0:
+            # Differences of neighbouring moments: rounding makes no share negative, as it can a difference of sums.
+            beside, alone = (beside + moment - last, alone) if running[1] > 0 else (beside, alone + moment - last)
+        running[group] += change
+        last = moment
+    return beside, alone
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -80,10 +81,8 @@ def test_the_hidden_share_of_an_all_reduce() -> None:
 
     nccl = [kernel("ncclDevKernel_AllReduce", 10, 20), kernel("ncclDevKernel_AllReduce", 50, 10)]
     others = [kernel("gemm", 0, 15), kernel("gemm", 12, 10), kernel("adam", 61, 5)]
-    assert all_reduce.hidden_share([*others, *nccl]) == pytest.approx(100 * 12 / 30)
-    assert all_reduce.hidden_share(nccl) == 0
     with pytest.raises(ValueError, match="use two GPUs"):
-        all_reduce.hidden_share(others)
+        all_reduce.figures([trace.Step(others, 100)])
     steps = [trace.Step([*others, *nccl], 100), trace.Step(nccl, 100)]
     found = {metric: value for metric, (value, _) in all_reduce.figures(steps).items()}
     assert found == {
@@ -91,6 +90,28 @@ def test_the_hidden_share_of_an_all_reduce() -> None:
         "all_reduce_time": pytest.approx(0.03),
         "all_reduce_exposed": pytest.approx(0.024),
     }
+
+
+def test_times_of_traces_are_sound_whatever_the_rounding() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        first = draw.choice((0.0, draw.random(), 1e9 * draw.random()))
+        times = sorted((first + draw.randrange(40) / 7, draw.randrange(10) / 3) for _ in range(draw.randrange(1, 30)))
+        kernels = [trace.Kernel(draw.choice(("nccl", "gemm")), *time, "update") for time in times]
+        end = max(kernel.start + kernel.duration for kernel in kernels)
+        step = trace.Step(kernels, end - draw.choice((0.0, 0.5)))
+        nccl, others = ([kernel for kernel in kernels if kernel.name == name] for name in ("nccl", "gemm"))
+        beside, alone = trace.shared_time(nccl, others)
+        assert min(beside, alone, step.gaps) >= 0
+        assert beside + alone == pytest.approx(trace.Step.busy(nccl), abs=1e-5)
+        union = trace.Step.busy(kernels)
+        assert alone + trace.Step.busy(others) == pytest.approx(union, abs=1e-5)
+        assert trace.Step(kernels, end).gaps == pytest.approx(end - union, rel=1e-9, abs=1e-5)
+        if alone == 0 == beside:
+            continue
+        hidden, time, exposed = (value for value, _ in all_reduce.figures([step]).values())
+        assert 0 <= hidden <= 100
+        assert 0 <= exposed <= time
 
 
 @needs_fairseq
