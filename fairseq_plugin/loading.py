@@ -42,7 +42,7 @@ class LoadedBatch(dict):
 
 
 class Collate:
-    """fairseq's collate function; what it returns in a worker process is a :class:`LoadedBatch`.
+    """fairseq's collate function; what it returns in a worker process arrives as a :class:`LoadedBatch`.
 
     Args:
         collate: fairseq's.
@@ -63,7 +63,7 @@ class Collate:
         # The step refuses other batches itself.
         if self.packing is not None and "target" in batch and INPUTS.issuperset(batch.get("net_input", (None,))):
             batch.packed = pack_on_host(batch, *self.packing)
-        return batch
+        return _Message(batch)
 
 
 def send_whole(iterator: Any, packing: tuple[int, int] | None) -> None:
@@ -102,6 +102,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided
+        and not tensor.is_nested
         and tensor.is_contiguous()
         and tensor.nbytes <= _LARGEST
         and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
@@ -112,10 +113,20 @@ def _tensor(dtype: torch.dtype, shape: Sequence[int], data: bytearray) -> Tensor
     return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
-def _reduce(batch: LoadedBatch) -> tuple[Callable[[bytes], LoadedBatch], tuple[bytes]]:
-    message = BytesIO()
-    _Pickler(message, pickle.HIGHEST_PROTOCOL).dump((dict(batch), batch.packed))
-    return _load, (message.getvalue(),)
+class _Message:
+    """A batch on its way, written where it is collated.
+
+    What cannot be written is an error there. torch's queue writes in a thread of its own, which prints the error and
+    drops the batch, for which the run then waits forever.
+    """
+
+    def __init__(self, batch: LoadedBatch) -> None:
+        message = BytesIO()
+        _Pickler(message, pickle.HIGHEST_PROTOCOL).dump((dict(batch), batch.packed))
+        self._content = message.getvalue()
+
+    def __reduce__(self) -> tuple[Callable[[bytes], LoadedBatch], tuple[bytes]]:
+        return _load, (self._content,)
 
 
 def _load(message: bytes) -> LoadedBatch:
@@ -123,7 +134,3 @@ def _load(message: bytes) -> LoadedBatch:
     batch = LoadedBatch(content)
     batch.packed = packed
     return batch
-
-
-# Only between processes: copies and files of a batch are those of any dictionary.
-ForkingPickler.register(LoadedBatch, _reduce)

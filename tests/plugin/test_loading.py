@@ -3,14 +3,13 @@
 import copy
 import functools
 import os
-import pickle
 import signal
 import time
-from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from fairseq_plugin.loading import Collate, LoadedBatch, send_whole
 from fairseq_plugin.packed import Plan, pack_batch
@@ -29,6 +28,8 @@ TENSORS = {
     "expanded": torch.rand(3, 1).expand(3, 4),
     "large": torch.arange(1 << 18),
     "sparse": torch.eye(3).to_sparse(),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "channels last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "trainable": torch.rand(2, requires_grad=True),
 }
 OTHERS = {"id": None, "nsentences": 3, "nested": {"list": [torch.tensor([1]), "text"], "tuple": (1, torch.ones(2))}}
@@ -37,9 +38,15 @@ CONTENT = {**TENSORS, **OTHERS}
 
 def assert_same(found, expected):
     if isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape, found.layout) == (expected.dtype, expected.shape, expected.layout)
+        assert (found.dtype, found.layout) == (expected.dtype, expected.layout)
         assert found.requires_grad == expected.requires_grad
+        if expected.is_nested:
+            assert_same(found.unbind(), expected.unbind())
+            return
+        assert found.shape == expected.shape
         assert torch.equal(found.to_dense(), expected.to_dense())
+        if expected.layout == torch.strided:
+            assert found.stride() == expected.stride()
     elif isinstance(expected, dict):
         assert list(found) == list(expected)
         for key, value in expected.items():
@@ -80,13 +87,19 @@ def test_without_workers_batches_are_fairseqs():
 
 
 def test_small_tensors_travel_without_files_and_are_not_pinned(monkeypatch):
-    batch = LoadedBatch(sample([3, 9, 2], [4, 7, 1]))
+    batch = sample([3, 9, 2], [4, 7, 1])
     monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", None)
     monkeypatch.setattr(torch.UntypedStorage, "_share_filename_cpu_", None)
-    assert_same(pickle.loads(ForkingPickler.dumps(batch)), dict(batch))
-    from torch.utils.data._utils.pin_memory import pin_memory
+    (found,) = load([batch])
+    assert_same(found, batch)
+    assert pin_memory(found) is found
 
-    assert pin_memory(batch) is batch
+
+@pytest.mark.timeout(60)
+def test_what_cannot_travel_is_an_error():
+    """And nobody waits for it."""
+    with pytest.raises(Exception, match="(?s)Caught .* in DataLoader worker process 0.*lambda"):
+        load([{"id": torch.tensor([1]), "note": lambda: None}])
 
 
 def test_copies_and_files_are_those_of_dictionaries(tmp_path):
