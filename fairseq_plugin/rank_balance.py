@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from fairseq.data.iterators import EpochBatchIterator
 
 from fairseq_plugin.errors import UserError
 from fairseq_plugin.packed import Buckets
+from fairseq_plugin.token_budget import sentence_sizes
 
 OPTION = "--ls-balance-ranks"
 WINDOW = 128
@@ -35,7 +37,7 @@ def sizes_of(dataset: Any, batches: Sequence[Sequence[int]], max_tokens: int | N
     tokens decides between batches of one shape.
     """
     buckets = Buckets(max_tokens)
-    sizes = np.asarray(dataset.sizes).reshape(len(dataset), -1)
+    sizes = sentence_sizes(dataset, OPTION)
     works = []
     for batch in batches:
         sentences = sizes[np.asarray(batch, dtype=np.int64)]
@@ -81,10 +83,11 @@ def balance(iterator: Any, max_tokens: int | None, update_freq: Sequence[int]) -
     Raises:
         UserError: the run asks for another order.
     """
+    own = getattr(type(iterator), "_get_iterator_for_epoch", None)
+    if own is not EpochBatchIterator._get_iterator_for_epoch or getattr(iterator.dataset, "supports_prefetch", False):
+        raise UserError(f"{OPTION}: this task orders the batches of each rank itself; drop the flag")
     if iterator.grouped_shuffling:
         raise UserError(f"{OPTION}: --grouped-shuffling groups batches by their length; drop one of the two")
-    if getattr(iterator.dataset, "supports_prefetch", False):
-        raise UserError(f"{OPTION}: this data set orders the batches of each rank itself; drop the flag")
     order = functools.partial(type(iterator).ordered_batches, iterator)
 
     def ordered_batches(epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:

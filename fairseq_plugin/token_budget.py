@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,17 +62,48 @@ def filled_by_tokens(task: Any, keeps_order: bool) -> Iterator[None]:
 
     @functools.wraps(make)
     def get_batch_iterator(dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **kwargs: Any) -> Any:
-        dataset.batch_by_size = functools.partial(_batch_by_size, dataset, None if keeps_order else (seed, epoch))
-        try:
-            return make(dataset, *args, seed=seed, epoch=epoch, **kwargs)
-        finally:
-            del dataset.batch_by_size
+        order = None if keeps_order else seed
+        iterator = _filled(
+            lambda dataset, epoch: make(dataset, *args, seed=seed, epoch=epoch, **kwargs), order, dataset, epoch
+        )
+        sampler = getattr(iterator, "batch_sampler", None)
+        # Some tasks make the batches of each epoch when it begins; the iterator may be an earlier one.
+        if callable(sampler) and getattr(sampler, "func", None) is not _filled:
+            iterator.batch_sampler = functools.partial(_filled, sampler, order)
+        return iterator
 
     task.get_batch_iterator = get_batch_iterator
     try:
         yield
     finally:
         del task.get_batch_iterator
+
+
+def _filled(make: Callable[[Any, int], Any], seed: int | None, dataset: Any, epoch: int) -> Any:
+    """Return ``make(dataset, epoch)``, in which ``dataset`` makes batches; seed None keeps fairseq's order."""
+    dataset.batch_by_size = functools.partial(_batch_by_size, dataset, None if seed is None else (seed, epoch))
+    try:
+        return make(dataset, epoch)
+    finally:
+        del dataset.batch_by_size
+
+
+def sentence_sizes(dataset: Any, option: str) -> np.ndarray:
+    """Return the tokens of each sentence of fairseq's ``dataset``, int (sentences, sides).
+
+    Args:
+        dataset: of a task.
+        option: that needs them.
+
+    Raises:
+        UserError: the data set has no such numbers.
+    """
+    try:
+        sizes = np.asarray(dataset.sizes)
+    except (AttributeError, NotImplementedError):
+        name = type(dataset).__name__
+        raise UserError(f"{option}: a {name} does not know the tokens of its sentences; drop the flag") from None
+    return sizes if sizes.ndim == 2 else sizes.reshape(-1, 1)
 
 
 def _batch_by_size(
@@ -91,5 +122,5 @@ def _batch_by_size(
     indices = np.asarray(indices, dtype=np.int64)
     if seed is not None:
         indices = np.random.default_rng(seed).permutation(indices)
-    sizes = np.asarray(dataset.sizes)[indices].reshape(len(indices), -1)
+    sizes = sentence_sizes(dataset, OPTION)[indices]
     return [indices[part] for part in fill(sizes, int(max_tokens), max_sentences, required_batch_size_multiple)]

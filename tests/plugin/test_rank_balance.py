@@ -12,7 +12,7 @@ from fairseq.data.data_utils import batch_by_size
 from fairseq_plugin import cli
 from fairseq_plugin.errors import UserError
 from fairseq_plugin.ports import free_port
-from fairseq_plugin.rank_balance import WINDOW, balanced, sizes_of
+from fairseq_plugin.rank_balance import WINDOW, balance, balanced, sizes_of
 from tests.plugin.checkpoint_bits import assert_same_bits
 from tests.plugin.test_ranks import losses
 from tests.plugin.test_token_budget import ids, wmt_sizes
@@ -120,6 +120,16 @@ def test_a_curriculum_keeps_its_order(start):  # noqa: F811
 def test_refused(start):  # noqa: F811
     with pytest.raises(UserError, match="--ls-balance-ranks: --grouped-shuffling"):
         start(OPTION, "--grouped-shuffling")
+
+
+@pytest.mark.parametrize(
+    "kind", [iterators.GroupedEpochBatchIterator, iterators.StreamingEpochBatchIterator, iterators.EpochBatchIterating]
+)
+def test_iterators_with_an_order_of_their_own_are_refused(kind):
+    iterator = kind.__new__(kind)
+    iterator.dataset = Sentences([1, 2])
+    with pytest.raises(UserError, match="--ls-balance-ranks: this task orders the batches of each rank itself"):
+        balance(iterator, 100, [1])
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,14 @@ import shutil
 
 import numpy as np
 import pytest
+from fairseq.data import FairseqDataset, iterators
 from fairseq.data.data_utils import batch_by_size
 
 from fairseq_plugin import cli
 from fairseq_plugin.errors import UserError
 from fairseq_plugin.packed import Buckets
 from fairseq_plugin.ports import free_port
-from fairseq_plugin.token_budget import fill, filled_by_tokens
+from fairseq_plugin.token_budget import fill, filled_by_tokens, sentence_sizes
 from fairseq_plugin.user_dir import PLUGIN_DIR
 from tests.plugin.checkpoint_bits import assert_same_bits
 from tests.plugin.test_ranks import losses
@@ -101,6 +102,51 @@ def test_an_epoch_has_each_sentence_once(start):  # noqa: F811
     with filled_by_tokens(run.trainer.task, keeps_order=False):
         later = run.trainer.task.get_batch_iterator(dataset=dataset, **options, epoch=2)
     assert sorted(map(sorted, ids(later))) != sorted(map(sorted, first)), "batches that are made anew are others"
+
+
+@pytest.mark.parametrize("keeps_order", [False, True])
+def test_batches_that_a_task_makes_when_an_epoch_begins_are_filled_too(keeps_order):
+    """As translation_multi_simple_epoch does; an iterator that comes again is told once."""
+    sizes = wmt_sizes(300)
+    dataset = FairseqDataset()
+    dataset.sizes, dataset.num_tokens_vec, dataset.batches = sizes, lambda indices: sizes[indices].max(1), []
+
+    class Task:
+        def get_batch_iterator(self, dataset, max_tokens, seed, epoch=1):
+            def sampler(dataset, epoch):
+                return dataset.batch_by_size(np.arange(300), max_tokens=max_tokens)
+
+            known = dataset.batches
+            if not known:
+                known.append(iterators.EpochBatchIterator(dataset, None, sampler, seed=seed, epoch=epoch))
+            return known[0]
+
+    task = Task()
+    with filled_by_tokens(task, keeps_order):
+        found = [task.get_batch_iterator(dataset, 600, seed=1), task.get_batch_iterator(dataset, 600, seed=1)][1]
+    epochs = [found.batch_sampler(dataset, epoch) for epoch in (1, 2, 1)]
+    for batches in epochs:
+        assert sorted(np.concatenate(batches)) == list(range(300))
+        assert max(sizes[batch].sum(0).max() for batch in batches) <= 600
+        assert np.mean([sizes[batch].sum(0).max() for batch in batches]) > 500, "filled by real tokens"
+    first, second, again = ([batch.tolist() for batch in batches] for batches in epochs)
+    assert first == again
+    assert (first == second) is keeps_order
+    assert "batch_by_size" not in vars(dataset), "other uses of the data set"
+
+
+def test_data_without_sentences_or_sizes():
+    dataset = FairseqDataset()
+    with pytest.raises(UserError, match="--ls-x: a FairseqDataset does not know the tokens of its sentences"):
+        sentence_sizes(dataset, "--ls-x")
+    for sizes, shape in ([], (0, 1)), (np.zeros((0, 2)), (0, 2)), ([3, 4], (2, 1)), (np.ones((2, 2)), (2, 2)):
+        dataset.sizes = sizes
+        assert sentence_sizes(dataset, "--ls-x").shape == shape
+
+
+def test_no_sentence_is_short_enough(start):  # noqa: F811
+    with pytest.raises(Exception, match="The dataset is empty"):
+        start(OPTION, "--max-source-positions", 1, "--max-target-positions", 1)
 
 
 def test_other_batches_are_fairseqs(start):  # noqa: F811
