@@ -41,6 +41,7 @@ from fairseq_plugin.loading import send_whole
 from fairseq_plugin.optimizer import LSFP16Optimizer
 from fairseq_plugin.pending import PendingUpdate
 from fairseq_plugin.rank_balance import balance
+from fairseq_plugin.rank_options import check_agreement, check_options
 from fairseq_plugin.step_options import graph_obstacles, obstacles
 from fairseq_plugin.token_budget import filled_by_tokens
 from ls_train.graph import CapturedCalls, CudaGraphs
@@ -57,6 +58,7 @@ class LSTrainer(FairseqTrainer):
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
         if isinstance(cfg, Namespace):
             cfg = convert_namespace_to_omegaconf(cfg)
+        check_options(cfg, model)
         reasons = obstacles(cfg, task, model, criterion, quantizer)
         self.is_lean = not reasons
         self._pending: PendingUpdate | None = None
@@ -86,6 +88,8 @@ class LSTrainer(FairseqTrainer):
         by_tokens = getattr(cfg.optimizer, "ls_token_budget", False)
         if by_tokens and not self.is_lean:
             logger.info("--ls-token-budget: without effect, padding costs fairseq's own training step memory and time")
+        if getattr(cfg.optimizer, "ls_shard_update", False) and not self.is_lean:
+            logger.info("--ls-shard-update: without effect, fairseq's own training step updates all on each rank")
         has_curriculum = cfg.dataset.curriculum > 0
         self._batches = (
             functools.partial(filled_by_tokens, task, has_curriculum)
@@ -125,6 +129,9 @@ class LSTrainer(FairseqTrainer):
         """Return an iterator over the training set and remember it, to know where an epoch ends."""
         with self._batches():
             self._epoch_iterator = super().get_train_iterator(*args, **kwargs)
+        if self.data_parallel_world_size > 1:
+            batches = getattr(self._epoch_iterator, "frozen_batches", ())
+            check_agreement({"number of training batches": str(len(batches))})
         if self.is_lean:
             # Graphs round batches up to their shapes, which the step does.
             criterion = self._criterion
@@ -320,8 +327,18 @@ class LSTrainer(FairseqTrainer):
     # Where fairseq looks at the run, nothing may be under way
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start an epoch."""
+        """Start an epoch.
+
+        Raises:
+            UserError: the epoch has no update.
+        """
         self._settle()
+        batches = getattr(self._epoch_iterator, "_cur_epoch_itr", None)
+        if batches is not None and not batches.has_next():
+            raise UserError(
+                "--skip-remainder-batch: leaves out the only batches of an epoch, which are fewer than those of "
+                "--distributed-world-size ranks and --update-freq; drop the flag or make the batches smaller"
+            )
         super().begin_epoch(epoch)
 
     def begin_valid_epoch(self, epoch: int) -> None:

@@ -1,6 +1,7 @@
 """Several ranks on the CPU: spawned ones know both user folders, and two ranks equal one with --update-freq 2."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -8,8 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
 
-from fairseq_plugin import cli, guards
+from fairseq_plugin import cli, guards, rank_options
 from fairseq_plugin.errors import UserError
 from fairseq_plugin.ports import free_port
 from tests.plugin.test_bad_input import assert_refused
@@ -133,3 +137,56 @@ class TestRanksThatCannotStart:
     def test_others_start(self, size, backend, cpu):
         options = {"distributed_world_size": size, "distributed_rank": 0, "distributed_backend": backend}
         guards.check_start(argparse.Namespace(**options), cpu)
+
+
+class TestRanksThatDisagree:
+    """Which would wait for each other for ever, or train different models."""
+
+    @pytest.mark.parametrize(
+        ("section", "values", "message"),
+        [
+            ("optimization", ({"update_freq": [1]}, {"update_freq": [2]}), r"--update-freq: \[1\] on rank 0 but \[2\]"),
+            ("optimizer", ({"_name": "ls_adam"}, {"_name": "adam"}), "--optimizer: ls_adam on rank 0 but adam"),
+            ("dataset", ({}, {"curriculum": None}), "--curriculum: absent on rank 0 but None"),
+            ("common", ({"seed": 1, "user_dir": "a"}, {"seed": 1, "user_dir": "b"}), None),
+            ("common", ({"log_interval": 1}, {"log_interval": 9}), None),
+        ],
+    )
+    def test_options(self, monkeypatch, section, values, message):
+        parallel = argparse.Namespace(distributed_world_size=3, ddp_backend="c10d")
+        ranks = [
+            argparse.Namespace(distributed_training=parallel, **{section: OmegaConf.create(value)}) for value in values
+        ]
+        self.meet(monkeypatch, [rank_options._given(cfg, torch.nn.Linear(2, 3)) for cfg in (ranks[0], *ranks)])
+        with pytest.raises(UserError, match=f"{message} on rank 2;") if message else contextlib.nullcontext():
+            rank_options.check_options(ranks[1], torch.nn.Linear(2, 3))
+
+    def test_parameters(self, monkeypatch):
+        parallel = argparse.Namespace(distributed_world_size=2, ddp_backend="c10d")
+        cfg = argparse.Namespace(distributed_training=parallel)
+        self.meet(monkeypatch, [rank_options._given(cfg, torch.nn.Linear(width, 3)) for width in (2, 4)])
+        with pytest.raises(UserError, match=r"parameter weight: \(3, 2\) on rank 0 but \(3, 4\) on rank 1"):
+            rank_options.check_options(cfg, torch.nn.Linear(4, 3))
+
+    @staticmethod
+    def meet(monkeypatch, given):
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: len(given))
+        monkeypatch.setattr(dist, "all_gather_object", lambda found, _: found.__setitem__(slice(None), given))
+
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            (["--ls-shard-update"], "--ls-shard-update: False on rank 0 but True on rank 1"),
+            (["--max-source-positions", 12], "number of training batches: "),
+        ],
+    )
+    def test_all_end(self, run_cli, arguments, tmp_path, option, message):
+        ranks = ["--distributed-world-size", 2, "--distributed-backend", "gloo", "--distributed-no-spawn", "--no-save"]
+        ranks += ["--distributed-init-method", (tmp_path / "meeting").as_uri()]
+        jobs = [
+            run_cli.start(cli.train, *arguments, *ranks, "--distributed-rank", rank, *(option * rank))
+            for rank in range(2)
+        ]
+        for job in jobs:
+            assert_refused(job.wait(60), message, "start all ranks with the same options and data")

@@ -160,8 +160,9 @@ def test_other_batches_are_fairseqs(start):  # noqa: F811
 
 def test_without_the_plugins_step_it_says_so(start, caplog):  # noqa: F811
     caplog.set_level("INFO")
-    run = start(OPTION, "--use-bmuf")
-    assert "--ls-token-budget: without effect" in caplog.text
+    run = start(OPTION, "--ls-shard-update", "--use-bmuf")
+    for option in (OPTION, "--ls-shard-update"):
+        assert f"{option}: without effect" in caplog.text
     assert sorted(map(sorted, ids(run.epoch))) == sorted(map(sorted, ids(start().epoch)))
 
 

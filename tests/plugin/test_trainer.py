@@ -11,6 +11,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fairseq_plugin.errors import UserError
 from fairseq_plugin.trainer import FairseqTrainer, LSTrainer
 
 UPDATES = 20
@@ -299,6 +300,13 @@ def test_minimum_loss_scale_ends_training(start, tmp_path):
     with pytest.raises(FloatingPointError, match="Minimum loss scale reached"):
         run.steps(5)
     assert (tmp_path / "crash.pt").exists()
+
+
+@pytest.mark.parametrize("aside", [[], ["--use-bmuf"]])
+def test_an_epoch_without_an_update(start, aside):
+    run = start("--skip-remainder-batch", "--max-tokens", 100_000, *aside)
+    with pytest.raises(UserError, match="--skip-remainder-batch: leaves out the only batches of an epoch"):
+        run.step()
 
 
 ASIDE = {
