@@ -7,6 +7,7 @@ A record is one JSON object: ``bench``, ``case`` (a flat object), ``implementati
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -82,25 +83,34 @@ def start_peak() -> None:
 
 def median_ms(step: Callable[[], Any], repeats: int, warmup: int) -> float:
     """Return the median time of ``step`` in milliseconds: device time between events, wall time on a CPU."""
+    return medians_ms([step], repeats, warmup)[0]
+
+
+def medians_ms(steps: Sequence[Callable[[], Any]], repeats: int, warmup: int) -> list[float]:
+    """Return :func:`median_ms` of every step; they run in turn, so that clocks that fall under load fall for all."""
     for _ in range(warmup):
-        step()
+        for step in steps:
+            step()
     if not torch.cuda.is_available():
         times = []
         for _ in range(repeats):
-            start = time.perf_counter()
-            step()
-            times.append((time.perf_counter() - start) * 1e3)
-        return statistics.median(times)
+            marks = [time.perf_counter()]
+            for step in steps:
+                step()
+                marks.append(time.perf_counter())
+            times.append([(end - start) * 1e3 for start, end in itertools.pairwise(marks)])
+        return [statistics.median(spent) for spent in zip(*times, strict=True)]
     torch.cuda.synchronize()
-    pairs = []
+    pairs = [[] for _ in steps]
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        pairs.append((start, end))
+        for step, found in zip(steps, pairs, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step()
+            end.record()
+            found.append((start, end))
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+    return [statistics.median(start.elapsed_time(end) for start, end in found) for found in pairs]
 
 
 def capture(step: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:

@@ -106,9 +106,21 @@ class Timer:
             build: makes the calls.
             capture: replay a graph; otherwise the calls are launched one by one, which takes longer for small sizes.
         """
+        replay, calls = self._ready(build, capture)
+        warmup = 3 if self.device.type == "cuda" and capture else 1
+        return records.median_ms(replay, self.repeats, warmup) * 1e3 / len(calls)
+
+    def in_turn(self, builds: Sequence[Callable[[], Sequence[Call]]]) -> list[float]:
+        """Return :meth:`microseconds` of each of ``builds``, replayed in turn."""
+        ready = [self._ready(build, True) for build in builds]
+        times = records.medians_ms([replay for replay, _ in ready], self.repeats, 3)
+        return [spent * 1e3 / len(calls) for spent, (_, calls) in zip(times, ready, strict=True)]
+
+    def _ready(self, build: Callable[[], Sequence[Call]], capture: bool) -> tuple[Call, Sequence[Call]]:
+        """Return a call that makes all of what ``build`` returns, and those, which hold what a graph's replay uses."""
         if self.device.type != "cuda" or not capture:
             calls = build()
-            return records.median_ms(lambda: [call() for call in calls], self.repeats, 1) * 1e3 / len(calls)
+            return lambda: [call() for call in calls], calls
         stream = self.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -121,7 +133,7 @@ class Timer:
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=stream):
             held = [call() for call in calls]
         del held
-        return records.median_ms(graph.replay, self.repeats, 3) * 1e3 / len(calls)
+        return graph.replay, calls
 
     def copy(self, moved: int) -> float:
         """Return the time of a ``copy_`` that reads and writes ``moved`` bytes together."""
@@ -188,7 +200,11 @@ def measure(op: str, dtype: torch.dtype, size: tuple[int, ...], timer: Timer, co
         functions["compile"] = torch.compile(first.formula, dynamic=False)
     found = []
     for part, moved in first.moved.items():
-        ours = timer.microseconds(lambda part=part: [problem.ours[part] for problem in sets])
+        calls = first.calls.get(part, ())
+        ours, *spent_by_calls = timer.in_turn(
+            [lambda part=part: [problem.ours[part] for problem in sets]]
+            + [lambda part=part, name=name: [problem.calls[part][name] for problem in sets] for name in calls]
+        )
         copy = timer.copy(moved)
         ratios, peers = {}, {}
         for name, function in functions.items():
@@ -203,8 +219,7 @@ def measure(op: str, dtype: torch.dtype, size: tuple[int, ...], timer: Timer, co
                 )
             if spent is not None:
                 peers[name], ratios[name] = spent, spent / ours
-        for name in first.calls.get(part, ()):
-            spent = timer.microseconds(lambda part=part, name=name: [problem.calls[part][name] for problem in sets])
+        for name, spent in zip(calls, spent_by_calls, strict=True):
             peers[name], ratios[name] = spent, spent / ours
         found.append(
             {
