@@ -146,8 +146,9 @@ HONOURED: tuple[Group, ...] = (
     _group(
         "by fairseq, which reads the data before the plugin sees a batch",
         f"{_EFFECTS}::test_data",
-        "required-seq-len-multiple curriculum left-pad-target truncate-source load-alignments",
+        "required-seq-len-multiple left-pad-target truncate-source load-alignments",
     ),
+    _group("by fairseq, which shuffles afterwards", f"{_EFFECTS}::test_curriculum_ends", "curriculum"),
     _group("by fairseq, which reads the data", f"{_EFFECTS}::test_upsampling", "upsample-primary"),
     _group("by fairseq, which orders the data", f"{_EFFECTS}::test_order_of_an_epoch", "update-ordered-indices-seed"),
     _group(

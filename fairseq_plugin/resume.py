@@ -9,7 +9,9 @@ Dropout needs nothing: fairseq seeds torch's generator before every update from 
 the layers draw their own seed from that generator alone.
 
 Batches: fairseq orders the sentences once, by the seed and the epoch in which the run starts, and keeps the batches. A
-run that is continued in a later epoch would order them by that epoch; the first one goes with the run's counters.
+run that is continued in a later epoch would order them by that epoch; the first one goes with the run's counters. With
+``--curriculum`` a data loader that fairseq uses again would go on without shuffling for ever, and one that is made on
+resume shuffle: both do after the epochs of the curriculum.
 """
 
 from __future__ import annotations
@@ -37,12 +39,15 @@ SCALER_COUNTERS = (
 
 def install() -> None:
     """Let fairseq's trainer and mixed-precision optimizers restore everything; a second call does nothing."""
+    from fairseq.data.iterators import EpochBatchIterator
     from fairseq.optim import AMPOptimizer
     from fairseq.optim import fp16_optimizer as fp16
     from fairseq.trainer import Trainer
 
     if not hasattr(Trainer.get_train_iterator, "complete"):
         Trainer.get_train_iterator = _batching_as_before(Trainer.get_train_iterator)
+    if not hasattr(EpochBatchIterator._get_iterator_for_epoch, "complete"):
+        EpochBatchIterator._get_iterator_for_epoch = _shuffling_as_asked(EpochBatchIterator._get_iterator_for_epoch)
     for kind in (fp16._FP16OptimizerMixin, fp16._MemoryEfficientFP16OptimizerMixin, AMPOptimizer):
         if not hasattr(kind.load_state_dict, "complete"):
             kind.state_dict = _saving(kind.state_dict)
@@ -76,6 +81,19 @@ def _batching_as_before(get_train_iterator: Callable[..., Any]) -> Callable[...,
         vars(iterator).setdefault("batches_epoch", first)
         self.train_batches = iterator
         return iterator
+
+    complete.complete = True
+    return complete
+
+
+def _shuffling_as_asked(get_iterator: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(get_iterator)
+    def complete(self: Any, epoch: int, shuffle: bool, *args: Any, **kwargs: Any) -> Any:
+        # That of the data loader of an earlier epoch.
+        sampler = getattr(self, "epoch_batch_sampler", None)
+        if sampler is not None:
+            sampler.shuffle = shuffle
+        return get_iterator(self, epoch, shuffle, *args, **kwargs)
 
     complete.complete = True
     return complete

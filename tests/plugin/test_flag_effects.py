@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from fairseq import options, tasks
+from fairseq.data import ListDataset, iterators
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from fairseq_plugin import checkpoint_io, cli
@@ -78,6 +79,23 @@ def test_data(monkeypatch, small, flag):
     base = ["--max-source-positions", 6] if flag == "--truncate-source" else ["--batch-size", 4]
     assert holds(batches(monkeypatch, small, flag, *values))
     assert not holds(batches(monkeypatch, small, *base))
+
+
+def test_curriculum_ends():
+    """For a run that goes on, whose data loader is that of the epoch before, as for one that resumes after it."""
+
+    def numbers():
+        sentences = ListDataset(list(range(20)))
+        batches = [[index] for index in range(20)]
+        return iterators.EpochBatchIterator(sentences, lambda batch: batch[0], batches, reuse_dataloader=True)
+
+    whole = numbers()
+    first, second = (list(whole.next_epoch_itr(shuffle=shuffle)) for shuffle in (False, True))
+    assert first == sorted(second) == list(range(20))
+    assert second != first
+    resumed = numbers()
+    resumed.load_state_dict({"version": 2, "epoch": 2, "iterations_in_epoch": 5, "shuffle": True})
+    assert list(resumed.next_epoch_itr(shuffle=True)) == second[5:]
 
 
 def test_upsampling(monkeypatch, small, tmp_path):
