@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -214,6 +215,13 @@ def _restoring_run(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
                 extra_state = load_checkpoint(
                     self, filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
                 )
+            except KeyError as error:
+                if "lr_scheduler" not in traceback.extract_tb(error.__traceback__)[-1].filename:
+                    raise
+                raise UserError(
+                    f"{filename}: its --lr-scheduler was another one, whose state has no {error}; give that one, or "
+                    "--reset-lr-scheduler to begin a schedule"
+                ) from error
             except Exception as error:
                 # fairseq says only that architectures should match; torch's own message is the error before.
                 data = getattr(self.cfg.task, "data", "the data folder")
@@ -226,6 +234,8 @@ def _restoring_run(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
                 if message is None:
                     raise
                 raise UserError(message) from error
+        if extra_state is not None:
+            resume.restore_position(self, extra_state)
         if extra_state is not None and not reset_optimizer:
             resume.restore_run_extras(self, extra_state.get(resume.KEY, {}), reset_lr_scheduler)
         return extra_state

@@ -46,6 +46,11 @@ def _known(error: BaseException) -> str | None:
         return f"{error}: the data folder holds ids that its dictionary lacks; write it anew with lightseq-preprocess"
     if "since max_positions=" in str(error) and "--skip-invalid-size-inputs-valid-test" in str(error):
         return f"{error}, or raise --max-source-positions, --max-target-positions or --tokens-per-sample"
+    if type(error) is RuntimeError and "due to dataloader mismatch" in str(error):
+        return (
+            "the checkpoint's place in its epoch is beyond the end with the present data and batch sizes; give those "
+            "of its run, or --reset-dataloader to begin with the data of the first epoch"
+        )
     if type(error) is RuntimeError and not error.args and _raised_by(error) == "parse_args_and_arch":
         return "no architecture is chosen; give one with --arch, --arch ls_transformer for example"
     if type(error) is KeyError and error.args == (None,) and _raised_by(error) == "parse_args_and_arch":

@@ -12,6 +12,11 @@ Batches: fairseq orders the sentences once, by the seed and the epoch in which t
 run that is continued in a later epoch would order them by that epoch; the first one goes with the run's counters. With
 ``--curriculum`` a data loader that fairseq uses again would go on without shuffling for ever, and one that is made on
 resume shuffle: both do after the epochs of the curriculum.
+
+Position in an epoch: fairseq saves the number of batches that a rank has had, and counts it as updates of the present
+``--update-freq``, rounded up. With another number of ranks or another ``--update-freq`` it would skip batches or repeat
+them, the last ones would be lost and the epoch begin again, or none would be left and training fail. Here the run goes
+on with the batches that are left; where they do not divide, each rank repeats less than one.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ SCALER_COUNTERS = (
 
 def install() -> None:
     """Let fairseq's trainer and mixed-precision optimizers restore everything; a second call does nothing."""
-    from fairseq.data.iterators import EpochBatchIterator
+    from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
     from fairseq.optim import AMPOptimizer
     from fairseq.optim import fp16_optimizer as fp16
     from fairseq.trainer import Trainer
@@ -48,6 +53,8 @@ def install() -> None:
         Trainer.get_train_iterator = _batching_as_before(Trainer.get_train_iterator)
     if not hasattr(EpochBatchIterator._get_iterator_for_epoch, "complete"):
         EpochBatchIterator._get_iterator_for_epoch = _shuffling_as_asked(EpochBatchIterator._get_iterator_for_epoch)
+    if not hasattr(GroupedIterator.__init__, "complete"):
+        GroupedIterator.__init__ = _grouping_what_is_left(GroupedIterator.__init__)
     for kind in (fp16._FP16OptimizerMixin, fp16._MemoryEfficientFP16OptimizerMixin, AMPOptimizer):
         if not hasattr(kind.load_state_dict, "complete"):
             kind.state_dict = _saving(kind.state_dict)
@@ -99,6 +106,22 @@ def _shuffling_as_asked(get_iterator: Callable[..., Any]) -> Callable[..., Any]:
     return complete
 
 
+def _grouping_what_is_left(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def complete(self: Any, iterable: Any, chunk_size: int, skip_remainder_batch: bool = False) -> None:
+        init(self, iterable, chunk_size, skip_remainder_batch)
+        done = getattr(iterable, "n", 0)
+        groups, remainder = divmod(max(0, len(iterable) - done), chunk_size)
+        if skip_remainder_batch:
+            iterable.take(done + groups * chunk_size)
+        elif remainder:
+            groups += 1
+        self.n = self.total - groups
+
+    complete.complete = True
+    return complete
+
+
 def optimizer_extras(optimizer: Any) -> dict[str, Any]:
     """Return what the state of a mixed-precision ``optimizer`` lacks: float32 masters and the scaler's counters."""
     extras: dict[str, Any] = {}
@@ -145,7 +168,7 @@ def _masters(optimizer: Any) -> Iterator[tuple[Tensor, torch.dtype]]:
 
 def run_extras(trainer: Any) -> dict[str, Any]:
     """Return the counters of ``trainer``'s run that fairseq keeps in memory only."""
-    extras: dict[str, Any] = {}
+    extras: dict[str, Any] = {"ranks": trainer.data_parallel_world_size}
     stopping = _early_stopping()
     if hasattr(stopping, "best"):
         extras["early_stopping"] = {"best": stopping.best, "num_runs": stopping.num_runs}
@@ -182,6 +205,14 @@ def restore_run_extras(trainer: Any, extras: dict[str, Any], reset_lr_scheduler:
         trainer.ema.update_freq_counter = extras["ema_counter"]
     if hasattr(trainer, "_amp_retries") and "amp_retries" in extras:
         trainer._amp_retries = extras["amp_retries"]
+
+
+def restore_position(trainer: Any, extra_state: dict[str, Any]) -> None:
+    """Turn the position in the epoch in ``extra_state`` of a checkpoint into that of a rank of this run."""
+    position = extra_state.get("train_iterator", {})
+    ranks = extra_state.get(KEY, {}).get("ranks")
+    if ranks is not None and "iterations_in_epoch" in position:
+        position["iterations_in_epoch"] = position["iterations_in_epoch"] * ranks // trainer.data_parallel_world_size
 
 
 def _early_stopping() -> Any:

@@ -216,7 +216,7 @@ def test_resume(two_ranks, arguments, tmp_path, sharded):
 
 @pytest.mark.parametrize("fewer", [True, False], ids=["two ranks, then one", "one rank, then two"])
 def test_resume_with_other_ranks(two_ranks, run_cli, arguments, alone, tmp_path, fewer):
-    """What ranks save has the state of all of them. At an epoch's end: within one fairseq rounds the position."""
+    """What ranks save has the state of all of them."""
     options = [*arguments, "--disable-validation", "--ls-shard-update"]
     together, single = ["--update-freq", 2], ["--update-freq", 4]
     if fewer:

@@ -3,15 +3,20 @@
 Every comparison covers the model, the optimizer's state with float32 masters, and all counters of the loss scaler.
 """
 
+import itertools
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.data import ListDataset
+from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
 
 from fairseq_plugin import checkpoint_io, cli, export, resume
+from fairseq_plugin.errors import UserError, report
 from ls_train.compact_master import split_master
 from tests.plugin.checkpoint_bits import assert_same_bits
+from tests.plugin.test_trainer import precise_metrics, start  # noqa: F401
 
 UPDATES = 9
 STOP = 5  # within the first epoch
@@ -80,6 +85,58 @@ def test_continued_equals_uninterrupted(form, run_cli, train_arguments, tmp_path
         check_export(whole / "checkpoint_last.pt", tmp_path / "exported.pt")
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_batches_that_are_left_come_once_with_another_update_freq(skips):
+    """And the epoch is at its end then, wherever in it the run was stopped."""
+    for length, done, chunk in itertools.product(range(1, 8), range(7), range(1, 5)):
+        if done >= length:
+            continue
+        batches = [[index] for index in range(length)]
+        epoch = EpochBatchIterator(ListDataset(list(range(length))), lambda batch: batch[0], batches)
+        state = {"version": 2, "epoch": 1, "iterations_in_epoch": done, "shuffle": False}
+        epoch.load_state_dict(state)
+        groups = GroupedIterator(epoch.next_epoch_itr(shuffle=False), chunk, skip_remainder_batch=skips)
+        left = list(range(done, length // chunk * chunk if skips else length))
+        if skips:
+            left = left[: len(left) // chunk * chunk]
+        assert [number for group in groups for number in group] == left
+        assert epoch.end_of_epoch()
+        assert groups.n == groups.total
+
+
+def test_position_in_the_epoch_with_other_ranks():
+    """The batches that all ranks had, in batches of each rank; a file of plain fairseq does not say how many had."""
+    for saved, now, done, expected in ((1, 1, 7, 7), (1, 2, 7, 3), (2, 1, 7, 14), (8, 3, 4, 10), (None, 2, 7, 7)):
+        extra = {"train_iterator": {"epoch": 2, "iterations_in_epoch": done}}
+        if saved is not None:
+            extra[resume.KEY] = {"ranks": saved}
+        resume.restore_position(SimpleNamespace(data_parallel_world_size=now), extra)
+        assert extra["train_iterator"] == {"epoch": 2, "iterations_in_epoch": expected}
+    resume.restore_position(SimpleNamespace(data_parallel_world_size=2), {})
+
+
+def test_state_of_another_schedule(start, tmp_path):  # noqa: F811
+    path = str(tmp_path / "checkpoint.pt")
+    before = start("--lr-scheduler", "fixed")
+    before.step()
+    before.trainer.consolidate_optimizer()
+    before.trainer.save_checkpoint(path, {"train_iterator": before.epoch.state_dict()})
+    after = start().trainer
+    with pytest.raises(UserError, match="its --lr-scheduler was another one.* --reset-lr-scheduler"):
+        after.load_checkpoint(path)
+    after.load_checkpoint(path, reset_lr_scheduler=True)
+    assert after.get_num_updates() == 1
+
+
+def test_place_beyond_the_end_of_the_epoch(capsys):
+    epoch = EpochBatchIterator(ListDataset([0, 1]), None, [[0], [1]])
+    with pytest.raises(RuntimeError) as caught:
+        epoch.load_state_dict({"version": 2, "epoch": 1, "iterations_in_epoch": 3, "shuffle": False})
+    assert report(caught.value) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the checkpoint's place in its epoch is beyond the end")
+
+
 def masters(state):
     """Return the float32 masters in an optimizer's state, which fairseq's wrapper and the plugin's Adam place each."""
     return state[resume.KEY].get(resume.MASTERS) or [entry["master"] for entry in state["state"].values()]
@@ -109,6 +166,7 @@ def test_run_counters(monkeypatch):
             cfg=SimpleNamespace(ema=SimpleNamespace(store_ema=True)),
             ema=SimpleNamespace(update_freq_counter=0),
             _amp_retries=0,
+            data_parallel_world_size=1,
         )
 
     before, after = trainer(), trainer()
