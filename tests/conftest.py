@@ -31,13 +31,14 @@ def _seeded() -> None:
 
 @pytest.fixture(scope="session")
 def imported_fairseq() -> None:
-    """fairseq and the plugin are imported, and a configuration is composed, before this process is forked."""
+    """fairseq and the plugin are imported, and configurations are composed, before this process is forked."""
     # torch imports its compiler where the first optimizer is built: here once, not in every fork.
     for name in ("torch._dynamo", "fairseq_cli.train", "fairseq_cli.generate", "fairseq_plugin.cli"):
         importlib.import_module(name)
     composing = importlib.import_module("tests.composing")
     composing.keep_what_is_composed()
-    composing.compose_once([".", "--cpu", "--arch", "ls_transformer_tiny", "--optimizer", "ls_adam"])
+    for choice in composing.USUAL_CHOICES:
+        composing.configuration([".", "--cpu", "--arch", "ls_transformer_tiny", *choice])
     gc.collect()
     gc.freeze()
 
