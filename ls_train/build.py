@@ -245,12 +245,21 @@ def _ninja_file(work: Path, archs: Sequence[str], keep_ptx: bool, strict: bool) 
     lines.append(f"rule link\n  command = {_ninja_command(link)} $in {' '.join(LINK_LIBRARIES)} -o $out")
     objects = []
     # The largest sources first: they take longest, and the last one decides when all are done.
-    for source in sorted(sources(), key=lambda path: -path.stat().st_size):
+    for source in sorted(sources(), key=_size_with_headers, reverse=True):
         rule = "cuda" if source.suffix == ".cu" else "cxx"
         objects.append(source.name + ".o")
         lines.append(f"build {objects[-1]}: {rule} {_ninja_path(source)}\n  name = {source.name}")
     lines.append(f"build {LIBRARY_NAME}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
+
+
+def _size_with_headers(source: Path) -> int:
+    """Return the bytes of a source and of the project's headers that it includes; kernels stand in both."""
+    files = [source]
+    for path in files:
+        included = [path.parent / name for name in re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8"))]
+        files += [header for header in included if header.is_file() and header not in files]
+    return sum(path.stat().st_size for path in files)
 
 
 def _ninja_command(arguments: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.build import test_compile as checks
-from tests.build.conftest import Compiled
+from tests.build.compilation import Compiled
 
 TARGETS = ("sm_75", "sm_80", "sm_90")
 TYPES = {"half": "6__half", "bfloat16": "13__nv_bfloat16", "float": "f"}

@@ -85,6 +85,17 @@ def test_changed_header_flag_or_target_is_another_library(toolchain: Path, monke
     assert len(set(paths)) == 4
 
 
+def test_what_takes_longest_starts_first(toolchain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source counts with the headers that it includes, of which one includes another and that one the first."""
+    monkeypatch.setenv("MAX_JOBS", "1")
+    (build.SOURCE_DIR / "second.cu").write_text('#include "kernels.cuh"\n')
+    (build.SOURCE_DIR / "kernels.cuh").write_text('#include "rows.cuh"\n#include <cuda.h>\n')
+    (build.SOURCE_DIR / "rows.cuh").write_text(f'#include "kernels.cuh"\n// {"a long kernel " * 100}\n')
+    (build.SOURCE_DIR / "bindings.cpp").write_text("// long, but not as long\n" * 20)
+    build.library_path()
+    assert re.findall(r"csrc/(\S+)\.\w+ -o", toolchain.read_text()) == ["second", "bindings", "first"]
+
+
 def test_named_library_is_taken(toolchain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LS_TRAIN_LIBRARY", str(tmp_path / "mine.so"))
     with pytest.raises(BuildError, match=r"LS_TRAIN_LIBRARY=.*mine\.so is not a file"):
