@@ -14,11 +14,17 @@ ARGS ?=
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
+TORCH_READY :=
 READY :=
 else
 PY := $(VENV)/bin/python
+TORCH_READY := $(VENV)/.torch
 READY := $(VENV)/.installed
 endif
+
+# Most modules that pip installs are never imported. Python compiles the others, at their first import.
+export PIP_COMPILE := 0
+unexport PYTHONDONTWRITEBYTECODE
 
 # Scripts find the launchers and the linters of the environment first. One thread a process: the machine's cores are
 # shared by the test workers, and bit-exact comparisons need a fixed order of summation.
@@ -26,7 +32,8 @@ export PATH := $(abspath $(dir $(shell command -v $(PY) || echo $(PY)))):$(PATH)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak lint format cuda-check gpu-test sanitize bench benchmark report clean
+.PHONY: help torch install demo test soak lint format compile-ahead cuda-check gpu-test sanitize bench benchmark \
+    report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +48,8 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
 	$(PY) -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/constraints.txt
 	$(PY) -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
+
+torch: $(TORCH_READY)
 
 install: $(READY)  ## create .venv and install the project with its extras
 
@@ -62,6 +71,10 @@ format: $(READY)  ## rewrite the sources in that style
 	ruff check --fix .
 	ruff format .
 	@files=$$(git ls-files '*.cu' '*.cuh' '*.h' '*.cpp'); if [ -n "$$files" ]; then clang-format -i $$files; fi
+
+# The compile check of `make test`, at the lowest priority: for idle cores, before the tests or beside them.
+compile-ahead: $(TORCH_READY)
+	nice -n 19 $(PY) -m tests.build.compilation
 
 cuda-check: $(READY)  ## compile every CUDA source with nvcc; needs no GPU
 	$(PY) -m ls_train.build --strict
