@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable
@@ -32,8 +33,9 @@ class GraphedStep:
     whose gradients are not finite is skipped on the device. Any other optimiser's ``step()`` follows the graph.
 
     Inputs may be tensors, and tuples, lists, dictionaries and dataclasses (:class:`ls_train.Packing`) of tensors and
-    other values. Tensors are copied into memory that stays the same; everything else, and all shapes, must be equal for
-    a graph to be replayed, so round lengths up to a few levels. Neither model nor criterion may read the device: pack
+    other hashable values. Tensors are copied into memory that stays the same; everything else, all shapes, and which
+    modules train and parameters require gradients, must be equal for a graph to be replayed, so round lengths up to a
+    few levels. Neither model nor criterion may read the device: pack
     on the host. The first call of each shape runs without a graph. Where none can be captured (CPU tensors, hooks,
     anomaly detection, something that waits for the device) the same code runs as it is, and a logged line says why.
 
@@ -78,6 +80,7 @@ class GraphedStep:
                 "leave them out or change the optimiser"
             )
         self._model, self._criterion, self._optimizer = model, criterion, optimizer
+        self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self._max_norm, self._loss_scale, self._limit = max_norm, loss_scale, limit
         self._static: dict[Hashable, tuple[list[Tensor], Any]] = {}
         device = self._trained[0].device
@@ -98,13 +101,16 @@ class GraphedStep:
         Args:
             inputs: arguments of the model: a tuple of several, or the only one.
             target: second argument of the criterion.
+
+        Raises:
+            TypeError: something in the inputs is neither one of the containers nor hashable, or hides tensors.
         """
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         if self.calls is None:
             loss = self._run(inputs, target)
         else:
             tensors: list[Tensor] = []
-            key = (self._model.training, _flatten((inputs, target), tensors))
+            key = (*self._modes(), _flatten((inputs, target), tensors))
             memory, arguments = self._memory(key, (inputs, target), tensors)
             for static, tensor in zip(memory, tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
@@ -135,6 +141,11 @@ class GraphedStep:
             if scale is not None:
                 scale.update(found_inf)
         return loss.detach()
+
+    def _modes(self) -> Hashable:
+        """Return which modules train, and which parameters require a gradient."""
+        trains = tuple(module.training for module in self._modules)
+        return trains, tuple(parameter.requires_grad for parameter in self._parameters)
 
     def _memory(self, key: Hashable, arguments: Any, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
         known = self._static.get(key)
@@ -170,10 +181,17 @@ def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(value, tuple | list):
         return type(value), *(_flatten(item, tensors) for item in value)
     if isinstance(value, dict):
-        return dict, *((name, _flatten(item, tensors)) for name, item in value.items())
+        return type(value), *((name, _flatten(item, tensors)) for name, item in value.items())
     names = _fields(value)
     if names is not None:
         return type(value), *(_flatten(getattr(value, name), tensors) for name in names)
+    hides = any(isinstance(member, Tensor) for member in getattr(value, "__dict__", {}).values())
+    if hides or not isinstance(value, Hashable):
+        reason = "holds tensors, which a graph would not see change" if hides else "is not hashable"
+        raise TypeError(
+            f"GraphedStep: an input of type {type(value).__name__} {reason}; give tensors, and tuples, lists, "
+            "dictionaries and dataclasses of tensors and hashable values"
+        )
     return type(value), value
 
 
@@ -185,6 +203,9 @@ def _rebuild(value: Any, memory: Any) -> Any:
         items = [_rebuild(item, memory) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {name: _rebuild(item, memory) for name, item in value.items()}
+        rebuilt = copy.copy(value)
+        for name, item in value.items():
+            rebuilt[name] = _rebuild(item, memory)
+        return rebuilt
     names = _fields(value)
     return value if names is None else type(value)(**{name: _rebuild(getattr(value, name), memory) for name in names})

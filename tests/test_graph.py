@@ -1,7 +1,10 @@
 """Captured calls and the graphed step of plain PyTorch, on the CPU with recorded operators in the place of graphs."""
 
 import logging
+from collections import OrderedDict, defaultdict
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -109,9 +112,9 @@ def test_levels():
 
 
 class Training:
-    def __init__(self, graphs=None, fused=True, **options):
+    def __init__(self, graphs=None, fused=True, more=(), **options):
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3), *more)
         kind = ls_train.FusedAdam if fused else torch.optim.SGD
         self.optimizer = kind(self.model.parameters(), lr=1e-2)
         self.step = ls_train.GraphedStep(
@@ -186,6 +189,55 @@ def test_nested_inputs():
         rows = torch.full((3, 2), float(count))
         loss = step(({"rows": rows}, 2.0, packing), torch.ones(3, 1))
         assert loss.item() == pytest.approx((model.linear(rows) * 2 * count).sum().item())
+    assert step.calls.replays == 3
+
+
+@pytest.mark.parametrize("change", ["a module's mode", "the model's mode", "a frozen parameter"])
+def test_a_change_of_the_model_is_seen(change):
+    """By a graph as by an eager step."""
+    weights = []
+    for graphs in (None, RecordedGraphs()):
+        training = Training(graphs, more=[nn.BatchNorm1d(3)])
+        training.run(5)
+        if change == "a frozen parameter":
+            training.model[2].weight.requires_grad_(False)
+        else:
+            (training.model[3] if change == "a module's mode" else training.model).eval()
+        training.run(5, first=5)
+        weights.append(torch.cat([training.weights(), training.model[3].running_mean]))
+    assert torch.equal(*weights)
+    assert training.step.calls.replays > 5
+
+
+class Hiding:
+    def __init__(self, rows):
+        self.rows = rows
+
+
+@pytest.mark.parametrize("value", [np.ones(2), {1}, SimpleNamespace(), Hiding(torch.ones(2))])
+def test_inputs_that_no_graph_can_follow_are_refused(value):
+    """Also inside of others."""
+    with pytest.raises(TypeError, match=f"an input of type {type(value).__name__} (is not hashable|holds tensors)"):
+        Training(RecordedGraphs()).step((torch.ones(4, 5), [{"more": value}]), torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict, lambda **items: defaultdict(list, items)])
+def test_dictionaries_keep_their_type(make):
+    seen = []
+
+    class Model(nn.Linear):
+        def forward(self, batch):
+            seen.append((type(batch), list(batch)))
+            return super().forward(batch["x"])
+
+    model = Model(3, 1)
+    optimizer = ls_train.FusedAdam(model.parameters(), lr=0.0)
+    step = ls_train.GraphedStep(model, nn.functional.mse_loss, optimizer, graphs=RecordedGraphs())
+    for number in range(4):
+        batch = make(y=1, x=torch.full((2, 3), float(number)))
+        expected = nn.functional.mse_loss(nn.Linear.forward(model, batch["x"]), torch.zeros(2, 1))
+        torch.testing.assert_close(step(batch, torch.zeros(2, 1)), expected.detach())
+    assert seen == [(type(batch), ["y", "x"])] * len(seen)
     assert step.calls.replays == 3
 
 
