@@ -4,6 +4,9 @@
 padding. The processes of all lengths start up (and compile) together and are measured one after another; the floor in
 between. A decoder layer includes its encoder-decoder keys and values. A case holds layer, tokens and length, and the
 precision where it is not fp16.
+
+Of layers without a graph ``host_time`` is what the host takes to issue forward and backward while the device is idle, a
+layer of four in a row as in a model. Where it is longer than ``time`` of the graph, the device waits.
 """
 
 from __future__ import annotations
@@ -30,16 +33,19 @@ TOKENS = (4096, 8192, 15000)
 IMPLEMENTATIONS = ("ls_train", "ls_train_graph", "torch_eager", "torch_compile", "torch_compile_graph")
 
 
-def records_of(case: dict[str, Any], times: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return the records of one case; times: milliseconds by implementation, the floor among them."""
+def records_of(
+    case: dict[str, Any], times: Mapping[str, float], host_times: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """Return the records of one case: milliseconds by implementation, the floor among the ``times``."""
     records = []
-    for name, value in times.items():
-        ratios = {peer: times[peer] / value for peer in peers_of(name, times)}
-        record = {"bench": "layer", "case": case, "implementation": name}
-        records.append({**record, "metric": "time", "value": value, "unit": "ms", "ratios": ratios})
-        if name != "floor":
-            share = 100 * times["floor"] / value
-            records.append({**record, "metric": "percent_of_floor", "value": share, "unit": "%", "ratios": {}})
+    for metric, values in (("time", times), ("host_time", host_times or {})):
+        for name, value in values.items():
+            ratios = {peer: values[peer] / value for peer in peers_of(name, values)}
+            record = {"bench": "layer", "case": case, "implementation": name}
+            records.append({**record, "metric": metric, "value": value, "unit": "ms", "ratios": ratios})
+            if metric == "time" and name != "floor":
+                share = 100 * times["floor"] / value
+                records.append({**record, "metric": "percent_of_floor", "value": share, "unit": "%", "ratios": {}})
     return records
 
 
@@ -91,12 +97,19 @@ def main(argv: list[str] | None = None) -> None:
             for tokens in work.tokens:
                 dtype = getattr(torch, work.dtype)
                 floor = layer_floor(work.kind, SHAPES[work.arch], tokens, work.length, dtype, bandwidth)
-                times = {"floor": floor.total, **{name: ms for rows, name, ms in results if rows == tokens}}
+                times, host_times = (
+                    {name: ms for rows, name, metric, ms in results if (rows, metric) == (tokens, wanted)}
+                    for wanted in ("time", "host_time")
+                )
+                times = {"floor": floor.total, **times}
                 case = {"layer": work.kind, "tokens": tokens, "length": work.length}
                 if options.precision != "fp16":
                     case["precision"] = options.precision
-                records += records_of(case, times)
-                row = " | ".join(f"{name} {ms:.3f}" for name, ms in times.items())
+                records += records_of(case, times, host_times)
+                row = " | ".join(
+                    f"{name} {ms:.3f}" + (f" (host {host_times[name]:.3f})" if name in host_times else "")
+                    for name, ms in times.items()
+                )
                 print(f"{work.kind} {tokens} x {work.length}, ms: {row}", flush=True)
             write_records(records, options.output, append=options.append)
     print(f"{time.monotonic() - start:.0f} s", flush=True)

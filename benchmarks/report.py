@@ -108,15 +108,22 @@ def _step_cell(cells: Mapping[tuple, _Record], name: str) -> str:
 
 
 def layer_table(records: Sequence[_Record]) -> str:
-    """Return milliseconds of forward and backward of single layers, and percent of the floor."""
+    """Return milliseconds of forward and backward of single layers, those of the host, and percent of the floor."""
     cases = _by_case(records, lambda c: f"{c['layer']}{_precision(c)}, {c['tokens']} tokens of length {c['length']}")
     names = _implementations(records)
     rows = []
     for label, cells in cases.items():
         best = "ls_train_graph" if ("ls_train_graph", "time") in cells else "ls_train"
-        times = [_value(cells, name, "time", ".2f") for name in names]
+        times = [_layer_cell(cells, name) for name in names]
         rows.append([label, *times, _value(cells, best, "percent_of_floor", ".0f")])
-    return grid(["ms forward + backward", *(_NAMES[name] for name in names), "% of floor"], rows)
+    has_host = any(record["metric"] == "host_time" for record in records)
+    head = "ms forward + backward" + (" (host's time to issue them)" if has_host else "")
+    return grid([head, *(_NAMES[name] for name in names), "% of floor"], rows)
+
+
+def _layer_cell(cells: Mapping[tuple, _Record], name: str) -> str:
+    time, host = _value(cells, name, "time", ".2f"), _value(cells, name, "host_time", ".2f")
+    return f"{time} ({host})" if host else time
 
 
 def wps_table(records: Sequence[_Record]) -> str:

@@ -14,6 +14,7 @@ from benchmarks import (
     curves_summary,
     fairseq_wps,
     layer,
+    layer_process,
     profile_step,
     report,
     step,
@@ -63,6 +64,32 @@ def test_layer(forked_python, tmp_path) -> None:
     assert len(times) == 2 * 2 * 4
     assert times["decoder", 16, "ls_train_graph"]["case"]["length"] == 8
     assert times["decoder", 16, "ls_train_graph"]["ratios"].keys() == {"floor", "torch_eager"}
+    hosts = [r for r in records if r["metric"] == "host_time"]
+    assert [r["implementation"] for r in hosts] == ["ls_train", "torch_eager"] * 4
+    assert all(r["value"] > 0 and r["ratios"].keys() <= {"torch_eager"} for r in hosts)
+    table = report.layer_table(records)
+    assert table.startswith("| ms forward + backward (host's time to issue them) |")
+    first = next(r["value"] for r in records if r["metric"] == "time" and r["implementation"] == "ls_train")
+    assert f"{first:.2f} ({hosts[0]['value']:.2f})" in table
+
+
+def test_layers_without_host_times_have_a_table_too() -> None:
+    records = layer.records_of({"layer": "encoder", "tokens": 4096, "length": 32}, {"floor": 0.5, "ls_train": 1.0})
+    head, _, row = report.layer_table(records).splitlines()
+    assert head == "| ms forward + backward | reference floor | ls_train | % of floor |"
+    assert "| 0.50 | 1.00 | 50 |" in row
+
+
+def test_host_time_is_that_of_the_calls_alone(monkeypatch) -> None:
+    """Clearing gradients is not in it, nor is the warm-up."""
+    clock, durations = [0.0], iter([9.0, 9.0, 0.003, 0.001, 0.002])
+
+    def pass_by(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(layer_process.time, "perf_counter", lambda: clock[0])
+    calls = layer_process.Calls(lambda: pass_by(5.0), lambda: pass_by(next(durations)))
+    assert layer_process.host_ms(calls, 3, 2) == pytest.approx(2.0)
 
 
 def test_graphs_are_compared_with_graphs() -> None:
