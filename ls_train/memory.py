@@ -255,14 +255,15 @@ def workspace(like: Tensor, size: int = 0) -> Workspace:
         size: bytes the caller is going to take, so that the workspace grows at most once.
     """
     device = like.device
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         key, spaces = (device, _current_stream(device)), _by_stream
     else:
         key, spaces = device, _by_thread.__dict__
     space = spaces.get(key)
     if space is None:
         space = spaces[key] = Workspace(device)
-    if device.type == "cuda":
+    if on_gpu:
         space.in_capture = torch.cuda.is_current_stream_capturing()
         space.retain |= space.in_capture
     space.reserve(size)

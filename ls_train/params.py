@@ -17,13 +17,13 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ls_train.flat_order import arrange, check_flat, group_of
+from ls_train.grad_slots import GradSlot, GradSlots
 
 _REMEMBERED = 4096  # views and groups of slots that one buffer remembers
 
@@ -47,6 +47,15 @@ def grad_slots(params: Sequence[Tensor | None]) -> GradSlots | None:
     """Return the slots of ``params`` together, or None where one has no slot, comes twice or is another buffer's."""
     buffer = _owner(params[0])
     return buffer.slots(params) if buffer is not None and buffer.direct_grads else None
+
+
+def are_current(slots: GradSlots) -> bool:
+    """Return whether gradients are still to go to ``slots``, which :func:`grad_slots` returned before."""
+    first = slots.params[0]
+    buffer = _owner(first)
+    if buffer is None or not buffer.direct_grads or slots.generation != _generation:
+        return False
+    return buffer.slot(first) is slots.slots[0]
 
 
 def transposed(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -82,73 +91,6 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
         offset += tensor.numel()
     shape = (sum(t.shape[0] for t in tensors), *first.shape[1:])
     return first.detach().as_strided(shape, first.stride(), first.storage_offset())
-
-
-class GradSlot:
-    """Place of one parameter's gradient in the flat gradient buffer.
-
-    Attributes:
-        param: the parameter.
-        tensor: view of the flat gradient buffer with the parameter's shape.
-    """
-
-    __slots__ = ("_listeners", "param", "tensor")
-
-    def __init__(self, param: Tensor, tensor: Tensor, listeners: Sequence[Callable[[GradSlot], None]]) -> None:
-        self.param = param
-        self.tensor = tensor
-        self._listeners = listeners
-
-    @property
-    def written(self) -> bool:
-        """Whether the slot holds a gradient: the writer then adds to it, otherwise it overwrites.
-
-        It follows ``param.grad``, so every way of clearing gradients, ``param.grad = None`` included, empties the slot.
-        """
-        return self.param.grad is self.tensor
-
-    def commit(self) -> None:
-        """Make the slot the parameter's ``.grad``, after writing; a gradient autograd left there is added to it."""
-        grad = self.param.grad
-        if grad is not self.tensor:
-            if grad is not None:
-                self.tensor.add_(grad)
-            self.param.grad = self.tensor
-        for listener in self._listeners:
-            listener(self)
-
-
-class GradSlots:
-    """Slots of the parameters of one layer, in the layer's order.
-
-    Attributes:
-        slots: one for each parameter, no two equal.
-        opened: for whoever writes them: what it made of the slots of a group of parameters.
-    """
-
-    __slots__ = ("opened", "slots")
-
-    def __init__(self, slots: Sequence[GradSlot]) -> None:
-        self.slots = tuple(slots)
-        self.opened: dict[Any, Any] = {}
-
-    @staticmethod
-    def commit(slots: Sequence[GradSlot], written: bool) -> None:
-        """Commit ``slots`` of one buffer, in one go: :meth:`state` was ``written`` before they were written."""
-        if not written:
-            for slot in slots:
-                slot.param.grad = slot.tensor
-        if slots[0]._listeners:
-            for slot in slots:
-                for listener in slot._listeners:
-                    listener(slot)
-
-    def state(self) -> bool | None:
-        """Return whether all slots are written, or all empty; None where they differ or autograd left a gradient."""
-        grads = [slot.param.grad for slot in self.slots]
-        if grads[0] is None:
-            return None if any(grad is not None for grad in grads) else False
-        return True if all(grad is slot.tensor for grad, slot in zip(grads, self.slots, strict=True)) else None
 
 
 class FlatBuffer:
@@ -220,13 +162,13 @@ class FlatBuffer:
         if generation != _generation:
             group = None
             if len(set(key)) == len(key) and all(_owner(param) is self for param in params):
-                group = GradSlots([self._slots[self._index[i]] for i in key])
+                members = [self._index[i] for i in key]
+                slots, pointers = ([values[i] for i in members] for values in (self._slots, self._pointers))
+                group = GradSlots(slots, pointers, _generation)
             if len(self._groups) >= _REMEMBERED:
                 self._groups.clear()
             self._groups[key] = _generation, group
-        if group is None or {param.dtype for param in params} != {self.data.dtype}:
-            return None
-        return group if {param.device for param in params} == {self.data.device} else None
+        return group if group is not None and (group.in_place() or all(map(self.fits, params))) else None
 
     def fits(self, param: Tensor) -> bool:
         """Return whether ``param`` has the buffer's dtype and device, so that its slot can take its gradient."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ls_train._library import compiled, define
 from ls_train.layers.call import Call
-from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.gradients import GradientWriter, Held
 from ls_train.memory import SavedBlock, Workspace
 from ls_train.params import joined
 
@@ -43,6 +43,9 @@ FIELDS = (
 )
 """Saved tensors in the order in which the operators expect the places where they begin."""
 
+_JOINED = 6  # weights and biases of q, k and v, the first parameters of a layer
+_INPUTS = "parameters of an operator"
+_POINTER = Tensor.data_ptr
 _QKV_WEIGHT, _QKV_BIAS = ("q_weight", "k_weight", "v_weight"), ("q_bias", "k_bias", "v_bias")
 
 
@@ -59,6 +62,7 @@ def layer_forward(
     x: Tensor,
     kv: Tensor | None,
     parameters: Sequence[Tensor],
+    held: Held | None,
     layout: SavedBlock,
     call: Call,
 ) -> bool:
@@ -72,13 +76,14 @@ def layer_forward(
         x: (N, C).
         kv: (Ns, L * 2C) cross-attention keys and values, or None.
         parameters: of the layer, those of q, k and v first.
+        held: what stands for them, if they are held.
         layout: of ``block``.
         call: the call.
     """
     run = compiled("layer_fwd", x)
     if run is None:
         return False
-    tensors = _joined_parameters(parameters, kv)
+    tensors = _inputs(parameters, held, kv)
     if tensors is None:
         return False
     space = scratch.take((size // x.itemsize,), x.dtype)
@@ -117,7 +122,7 @@ def layer_backward(
     run = compiled("layer_bwd", x)
     if run is None or not writer.complete:
         return False
-    tensors = _joined_parameters(parameters, kv)
+    tensors = _inputs(parameters, writer.held, kv)
     if tensors is None:
         return False
     gradients, accumulate = writer.open(*groups)
@@ -126,11 +131,23 @@ def layer_backward(
     return True
 
 
-def _joined_parameters(parameters: Sequence[Tensor], kv: Tensor | None) -> list[Tensor] | None:
-    weight, bias = joined(parameters[0:6:2]), joined(parameters[1:6:2])
-    if weight is None or bias is None or (kv is not None and not kv.is_contiguous()):
+def _inputs(parameters: Sequence[Tensor], held: Held | None, kv: Tensor | None) -> list[Tensor] | None:
+    """Return ``parameters`` as the operators take them, or None where they do not take them, or not ``kv``."""
+    if kv is not None and not kv.is_contiguous():
         return None
-    return [weight, bias, *parameters[6:]]
+    if held is None:
+        return _join(parameters)
+    remembered = held.slots.remembered
+    pointers = list(map(_POINTER, parameters[:_JOINED]))
+    known = remembered.get(_INPUTS)
+    if known is None or known[0] != pointers:
+        known = remembered[_INPUTS] = pointers, _join(parameters)
+    return known[1]
+
+
+def _join(parameters: Sequence[Tensor]) -> list[Tensor] | None:
+    weight, bias = joined(parameters[0:_JOINED:2]), joined(parameters[1:_JOINED:2])
+    return None if weight is None or bias is None else [weight, bias, *parameters[_JOINED:]]
 
 
 def _call_arguments(call: Call, layout: SavedBlock) -> tuple:

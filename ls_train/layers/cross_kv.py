@@ -13,11 +13,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ls_train.layers import modules
 from ls_train.layers.column_sums import ColumnSums
-from ls_train.layers.gradients import GradientWriter, Held, alike, given, hold, save_parameters, saved_parameters
+from ls_train.layers.gradients import (
+    GradientWriter,
+    Held,
+    given,
+    once_differentiable,
+    save_parameters,
+    saved_parameters,
+)
 from ls_train.layers.linear import project, project_gradient
 from ls_train.layers.residual import bias_gradient
 from ls_train.memory import workspace
@@ -46,7 +53,7 @@ class CrossKVFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, rows: Tensor, memory: Tensor, *arguments: Tensor | Held) -> Tensor:
         """Return kv for ``memory`` (Ns, Ce); ``rows`` int32 (1,): number of used rows."""
-        parameters = given(arguments)
+        parameters, _ = given(arguments)
         weights, biases = parameters[::2], parameters[1::2]
         kv = memory.new_empty((memory.shape[0], sum(weight.shape[0] for weight in weights)))
         project(kv, memory, weights, biases)
@@ -126,7 +133,5 @@ def cross_kv(memory: Tensor, packing: Packing, layers: Sequence[nn.Module]) -> T
     """
     modules.check_rows("cross_kv", "memory", memory, layers[0].encoder_attn.k_proj.in_features, packing)
     projections = [p for layer in layers for p in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)]
-    memory, *parameters = modules.autocast_inputs((memory, *modules.parameters_of(projections)))
-    arguments = hold(modules.wants_gradient((memory,)), (memory,), parameters)
-    modules.check_types("cross_kv", (memory,), alike(arguments))
+    (memory,), _, arguments = modules.prepare("cross_kv", (memory,), modules.parameters_of(projections))
     return modules.apply(CrossKVFunction, packing.rows, memory.contiguous(), *arguments)

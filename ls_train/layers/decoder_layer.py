@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ls_train.layers import modules, residual
 from ls_train.layers.attention import (
@@ -36,7 +36,14 @@ from ls_train.layers.config import LayerConfig
 from ls_train.layers.cross_kv import cross_kv, finish_slice, gradient_slice
 from ls_train.layers.encoder_layer import EncoderLayerFunction, LSTransformerEncoderLayer
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
-from ls_train.layers.gradients import GradientWriter, Held, alike, given, hold, save_parameters, saved_parameters
+from ls_train.layers.gradients import (
+    GradientWriter,
+    Held,
+    given,
+    once_differentiable,
+    save_parameters,
+    saved_parameters,
+)
 from ls_train.memory import Field, SavedBlock, aligned, kept, workspace
 from ls_train.packing import Packing
 
@@ -96,14 +103,14 @@ class DecoderLayerFunction(torch.autograd.Function):
         ctx: FunctionCtx, call: Call, save: bool, x: Tensor, kv: Tensor, *arguments: Tensor | Held
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's output (N, C) for ``x`` (N, C), and ``kv`` itself; ``save``: a backward may follow."""
-        parameters = given(arguments)
+        parameters, held = given(arguments)
         y, (rows, size), ffn_dim = torch.empty_like(x), x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
         layout = decoder_block(rows, size, ffn_dim, call.heads, call.normalize_before, x.dtype)
         temporary = forward_scratch(rows, size, ffn_dim, x.itemsize)
         with workspace(x, temporary + (0 if save else aligned(layout.size))) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
             saved = None
-            if not layer_forward(y, block, scratch, temporary, x, kv, parameters, layout, call):
+            if not layer_forward(y, block, scratch, temporary, x, kv, parameters, held, layout, call):
                 saved = layout.views(block)
                 _forward(y, x, kv, Pass(call, DecoderParameters(*parameters), saved, scratch))
         if save:
@@ -311,21 +318,15 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
         modules.check_rows(name, "x", x, self.embed_dim, packing)
         call = self._call(packing, seed, rng_offset)
         if self.encoder_attn is None:
-            x, *parameters = modules.autocast_inputs((x, *modules.parameters_of(self._self_modules())))
-            save = modules.wants_gradient((x, *parameters))
-            arguments = hold(save, (x,), parameters)
-            modules.check_types(name, (x,), alike(arguments))
+            (x,), save, arguments = modules.prepare(name, (x,), modules.parameters_of(self._self_modules()))
             return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *arguments), kv
         if kv is None or memory is None:
             raise ValueError(f"{name}: kv and memory are missing; make them with cross_kv(...)")
         rows = memory.positions.shape[0]
         if kv.dim() != 2 or kv.shape[0] != rows or not 0 < (layer + 1) * 2 * self.embed_dim <= kv.shape[1]:
             raise ValueError(f"{name}: kv of shape {tuple(kv.shape)} has no slice for layer {layer} of {rows} rows")
-        x, kv, *parameters = modules.autocast_inputs((x, kv, *modules.parameters_of(self._cross_modules())))
+        (x, kv), save, arguments = modules.prepare(name, (x, kv), modules.parameters_of(self._cross_modules()))
         call = call._replace(memory_cu=memory.cu_seqlens, memory_max_length=memory.max_length, layer=layer)
-        save = modules.wants_gradient((x, kv, *parameters))
-        arguments = hold(save, (x, kv), parameters)
-        modules.check_types(name, (x, kv), alike(arguments))
         y, handed_on = modules.apply(DecoderLayerFunction, call, save, x.contiguous(), kv, *arguments)
         return y, handed_on if kv.requires_grad else kv
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ls_train.layers import modules
 from ls_train.layers.config import EmbeddingConfig, from_preset
-from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.gradients import GradientWriter, once_differentiable
 from ls_train.layers.norm import layer_norm
 from ls_train.ops.dropout import dropout
 from ls_train.packing import Packing, TokenOrder

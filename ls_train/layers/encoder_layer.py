@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ls_train.layers import modules, residual
 from ls_train.layers.attention import self_attention_bwd, self_attention_fields, self_attention_fwd
@@ -25,7 +25,14 @@ from ls_train.layers.call import (
 from ls_train.layers.compiled import layer_backward, layer_forward, parameter_groups
 from ls_train.layers.config import LayerConfig, from_preset
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
-from ls_train.layers.gradients import GradientWriter, Held, alike, given, hold, save_parameters, saved_parameters
+from ls_train.layers.gradients import (
+    GradientWriter,
+    Held,
+    given,
+    once_differentiable,
+    save_parameters,
+    saved_parameters,
+)
 from ls_train.memory import Field, SavedBlock, aligned, kept, workspace
 from ls_train.packing import Packing
 
@@ -75,14 +82,14 @@ class EncoderLayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, call: Call, save: bool, x: Tensor, *arguments: Tensor | Held) -> Tensor:
         """Return the layer's output (N, C) for ``x`` (N, C); ``save``: a backward may follow."""
-        parameters = given(arguments)
+        parameters, held = given(arguments)
         y, (rows, size), ffn_dim = torch.empty_like(x), x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
         layout = encoder_block(rows, size, ffn_dim, call.heads, call.normalize_before, x.dtype)
         temporary = forward_scratch(rows, size, ffn_dim, x.itemsize)
         with workspace(x, temporary + (0 if save else aligned(layout.size))) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
             saved = None
-            if not layer_forward(y, block, scratch, temporary, x, None, parameters, layout, call):
+            if not layer_forward(y, block, scratch, temporary, x, None, parameters, held, layout, call):
                 saved = layout.views(block)
                 _forward(y, x, Pass(call, EncoderParameters(*parameters), saved, scratch))
         if save:
@@ -261,12 +268,9 @@ class LSTransformerEncoderLayer(nn.Module):
             seed: int64 (1,) on the device, of the dropout masks; None draws one from torch's generator.
             rng_offset: first of the eight dropout constants of this layer; different for each layer of one seed.
         """
-        parameters = modules.parameters_of(self._self_modules())
-        modules.check_rows(type(self).__name__, "x", x, self.embed_dim, packing)
-        x, *parameters = modules.autocast_inputs((x, *parameters))
-        save = modules.wants_gradient((x, *parameters))
-        arguments = hold(save, (x,), parameters)
-        modules.check_types(type(self).__name__, (x,), alike(arguments))
+        name = type(self).__name__
+        modules.check_rows(name, "x", x, self.embed_dim, packing)
+        (x,), save, arguments = modules.prepare(name, (x,), modules.parameters_of(self._self_modules()))
         call = self._call(packing, seed, rng_offset)
         return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *arguments)
 

@@ -6,15 +6,17 @@ receives. Parameters that are multiplied together are opened together, so that o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ls_train.grad_slots import GradSlot, GradSlots
 from ls_train.memory import Workspace
-from ls_train.params import GradSlot, GradSlots, grad_slot, grad_slots, joined
+from ls_train.params import are_current, grad_slot, grad_slots, joined
 
 
 class Held:
@@ -23,11 +25,12 @@ class Held:
     Autograd takes host time for each input of a function, and again for the gradient that never comes.
     """
 
-    __slots__ = ("_versions", "tensors")
+    __slots__ = ("_versions", "slots", "tensors")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-        self._versions = [tensor._version for tensor in tensors]
+    def __init__(self, slots: GradSlots) -> None:
+        self.slots = slots
+        self.tensors = slots.params
+        self._versions = [tensor._version for tensor in slots.params]
 
     def check(self) -> None:
         """Raise a RuntimeError if a parameter was changed since the forward, as autograd would."""
@@ -39,30 +42,41 @@ class Held:
             )
 
 
-def hold(save: bool, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor] | tuple[Held]:
+def hold(parameters: Sequence[Tensor]) -> Sequence[Tensor] | tuple[Held]:
     """Return the arguments by which an autograd function takes ``parameters``: themselves, or one :class:`Held`.
 
-    They are held where all gradients go into slots, nothing hooks into them and one of ``inputs`` needs a gradient, so
-    that the backward is called without them.
-
-    Args:
-        save: whether a backward may follow.
-        inputs: the function's other tensors.
-        parameters: in the function's order.
+    They are held where all gradients go into slots and nothing hooks into them. Another input of the function must need
+    a gradient, so that the backward is called without them.
     """
-    if torch.compiler.is_compiling() or not (save and any(tensor.requires_grad for tensor in inputs)):
+    if torch.compiler.is_compiling():
         return parameters
-    if grad_slots(parameters) is None:
+    slots = grad_slots(parameters)
+    if slots is None:
         return parameters
     for parameter in parameters:
         if not parameter.requires_grad or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return parameters
-    return (Held(parameters),)
+    return (Held(slots),)
 
 
-def given(arguments: Sequence[Tensor] | tuple[Held]) -> Sequence[Tensor]:
-    """Return the parameters that ``arguments`` of :func:`hold` stand for."""
-    return arguments[0].tensors if isinstance(arguments[0], Held) else arguments
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``backward`` of an autograd function for gradients that have no gradients themselves.
+
+    torch's own decorator switches gradients off even where they are, which takes longer than the rest of it.
+    """
+    guarded = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def called(ctx: FunctionCtx, *gradients: Tensor | None) -> Any:
+        return guarded(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+
+    return called
+
+
+def given(arguments: Sequence[Tensor] | tuple[Held]) -> tuple[Sequence[Tensor], Held | None]:
+    """Return the parameters that ``arguments`` of :func:`hold` stand for, and what stood for them if they are held."""
+    held = arguments[0]
+    return (held.tensors, held) if isinstance(held, Held) else (arguments, None)
 
 
 def alike(arguments: Sequence[Tensor] | tuple[Held]) -> Sequence[Tensor]:
@@ -101,6 +115,11 @@ class _Opened(NamedTuple):
     direct: bool
 
 
+class _Joint(NamedTuple):
+    tensors: list[Tensor]
+    slots: list[GradSlot]
+
+
 class GradientWriter:
     """Gradients of one backward call.
 
@@ -113,8 +132,10 @@ class GradientWriter:
         leaves: the same parameters as the module holds them, which decides about slots; None for none.
         needed: whether autograd wants each gradient.
         scratch: where the caller's temporaries come from.
+        held: what stood for the parameters, if they are held; then ``leaves`` are ``parameters``.
 
     Attributes:
+        held: the argument.
         complete: whether autograd wants the gradients of all parameters, none of which comes twice.
     """
 
@@ -125,19 +146,23 @@ class GradientWriter:
         leaves: Sequence[Tensor | None],
         needed: Sequence[bool],
         scratch: Workspace | None = None,
+        held: Held | None = None,
     ) -> None:
         self._scratch = scratch
-        self._direct: GradSlots | None = grad_slots(leaves) if all(needed) else None
+        if held is not None:
+            self._direct = held.slots if are_current(held.slots) else None
+        else:
+            self._direct: GradSlots | None = grad_slots(leaves) if all(needed) else None
         self.complete = self._direct is not None or (all(needed) and not _repeats(leaves))
         self._written = None if self._direct is None else self._direct.state()
         if self._written is None:
             self._direct = None
-        self._begun: dict[Hashable, Sequence[GradSlot]] = {}
+        self._begun: dict[int, _Joint] = {}
         self._index = index
         self._parameters = parameters
         self._leaves = leaves
         self._needed = needed
-        self._held = False
+        self.held = held
         self._opened: list[_Opened] = []
         self._slots: dict[int, GradSlot] = {}
         self._handed_out: set[int] = set()
@@ -158,9 +183,7 @@ class GradientWriter:
         if ctx.held is None:
             needed = ctx.needs_input_grad[-len(parameters) :]
             return cls(index, parameters, ctx.leaves, needed, scratch)
-        writer = cls(index, parameters, parameters, (True,) * len(parameters), scratch)
-        writer._held = True
-        return writer
+        return cls(index, parameters, parameters, (True,) * len(parameters), scratch, ctx.held)
 
     def open(self, *groups: Sequence[Hashable], always: bool = False) -> tuple[list[Tensor | None], bool]:
         """Return the tensor to write for each group of parameters and whether to add to what the tensors hold.
@@ -170,14 +193,13 @@ class GradientWriter:
             always: also give a tensor (then thrown away) where no gradient is needed, instead of None.
         """
         if self._direct is not None:
-            known = self._direct.opened.get(groups)
-            if known is None:
-                known = self._direct.opened[groups] = self._join(groups)
-            if known:
-                tensors, slots = known
-                accumulate = self._written or groups in self._begun
-                self._begun[groups] = slots
-                return tensors, accumulate
+            joint = self._direct.remembered.get(groups)
+            if joint is None:
+                joint = self._direct.remembered[groups] = self._join(groups)
+            if joint:
+                accumulate = self._written or id(joint) in self._begun
+                self._begun[id(joint)] = joint
+                return joint.tensors, accumulate
         entries = [self._open([self._index[name] for name in group], always) for group in groups]
         holding = [entry is not None and entry.direct and self._holds(entry.members[0]) for entry in entries]
         accumulate = any(holding) and all(entry is None or holds for entry, holds in zip(entries, holding))
@@ -206,8 +228,8 @@ class GradientWriter:
 
     def finish(self) -> list[Tensor | None]:
         """Mark the slots as written and return what autograd gets: a fresh gradient or None for each argument."""
-        for slots in self._begun.values():
-            GradSlots.commit(slots, self._written)
+        for joint in self._begun.values():
+            GradSlots.commit(joint.slots, self._written)
         for members, tensor, direct in self._opened:
             start = 0
             for i in members:
@@ -222,7 +244,7 @@ class GradientWriter:
                 elif self._needed[i]:
                     self._gradients[i] = tensor if len(members) == 1 else tensor[start : start + rows]
                 start += rows
-        if not self._held:
+        if self.held is None:
             return self._gradients
         if self._opened:
             # A slot may have gone since the forward.
@@ -231,13 +253,13 @@ class GradientWriter:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return [None]
 
-    def _join(self, groups: Sequence[Sequence[Hashable]]) -> tuple[list[Tensor], list[GradSlot]] | tuple[()]:
-        """Return the tensors of ``groups`` and all their slots, or nothing where slots do not lie together."""
+    def _join(self, groups: Sequence[Sequence[Hashable]]) -> _Joint | tuple[()]:
+        """Return the slots of ``groups``, joined, or nothing where slots do not lie together."""
         members = [[self._direct.slots[self._index[name]] for name in group] for group in groups]
         tensors = [group[0].tensor if len(group) == 1 else joined([slot.tensor for slot in group]) for group in members]
         if any(tensor is None for tensor in tensors):
             return ()
-        return tensors, [slot for group in members for slot in group]
+        return _Joint(tensors, [slot for group in members for slot in group])
 
     def _open(self, members: Sequence[int], always: bool) -> _Opened | None:
         missing = False

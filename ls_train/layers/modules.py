@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ls_train import rng
 from ls_train.flat_order import keep_together
 from ls_train.layers.config import LayerConfig
+from ls_train.layers.gradients import Held, alike, hold
 from ls_train.ops._arguments import check_kinds as check_kinds  # for the layers
 from ls_train.packing import Packing
 
@@ -26,6 +28,9 @@ _ARGUMENTS = {
     "activation_fn": "activation",
     "layer_norm_eps": "eps",
 }
+
+
+_WEIGHT_AND_BIAS = itemgetter("weight", "bias")
 
 
 class Attention(nn.Module):
@@ -87,13 +92,49 @@ def fill(parameters: Sequence[Tensor], values: Sequence[Tensor | None] | None, n
             parameter.copy_(value)
 
 
+def autocast_type(like: Tensor) -> torch.dtype | None:
+    """Return the type that autocast asks for where ``like`` lies, or None where it is off."""
+    kind = like.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def autocast_inputs(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return floating-point ``tensors`` in autocast's type where autocast is on, else as they are."""
-    kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return [tensor.to(dtype) for tensor in tensors]
+    dtype = autocast_type(tensors[0])
+    return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
+
+
+def prepare(
+    name: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], bool, Sequence[Tensor] | tuple[Held]]:
+    """Return what an autograd function takes: inputs, whether a backward may follow, and what stands for parameters.
+
+    Args:
+        name: of the layer, for messages.
+        inputs: what may need a gradient besides parameters.
+        parameters: in the function's order.
+
+    Returns:
+        ``inputs``, in autocast's type where autocast is on; whether one of ``inputs`` and ``parameters`` needs a
+        gradient; ``parameters`` in that type or one :class:`Held`.
+
+    Raises:
+        TypeError: dtypes differ.
+        ValueError: devices differ.
+    """
+    dtype = autocast_type(inputs[0])
+    if dtype is not None:
+        inputs, parameters = ([tensor.to(dtype) for tensor in tensors] for tensors in (inputs, parameters))
+    if not torch.is_grad_enabled():
+        save, arguments = False, parameters
+    elif any(tensor.requires_grad for tensor in inputs):
+        save, arguments = True, hold(parameters)
+    else:
+        save, arguments = any(tensor.requires_grad for tensor in parameters), parameters
+    check_types(name, inputs, alike(arguments))
+    return inputs, save, arguments
 
 
 def check_types(name: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
@@ -105,19 +146,16 @@ def check_types(name: str, tensors: Sequence[Tensor], parameters: Sequence[Tenso
         TypeError: dtypes differ.
         ValueError: devices differ.
     """
-    first = tensors[0]
-    every = (*tensors, *parameters)
-    if {tensor.dtype for tensor in every} == {first.dtype} and {tensor.device for tensor in every} == {first.device}:
-        return
-    for tensor in every:
-        if tensor.dtype != first.dtype:
+    dtype, device = tensors[0].dtype, tensors[0].device
+    for tensor in (*tensors, *parameters):
+        if tensor.dtype != dtype:
             raise TypeError(
-                f"{name}: input is {first.dtype} but a parameter or second input is {tensor.dtype}; convert the module "
+                f"{name}: input is {dtype} but a parameter or second input is {tensor.dtype}; convert the module "
                 "(.half(), .bfloat16(), .float()), the input, or use torch.autocast"
             )
-        if tensor.device != first.device:
+        if tensor.device != device:
             raise ValueError(
-                f"{name}: input is on {first.device} but a parameter or second input is on {tensor.device}; move the "
+                f"{name}: input is on {device} but a parameter or second input is on {tensor.device}; move the "
                 "module or the input with .to(device)"
             )
 
@@ -148,11 +186,6 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     if torch.compiler.is_compiling():
         return torch.compiler.disable(function.apply)(*arguments)
     return function.apply(*arguments)
-
-
-def wants_gradient(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a backward of an operation on ``tensors`` can follow."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def layer_config(
@@ -214,10 +247,9 @@ def parameters_of(layers: Iterable[nn.Module]) -> tuple[Tensor, ...]:
     """Return weight and bias of each module, one after another."""
     tensors = []
     for module in layers:
-        own = module._parameters  # much faster than attributes of modules
-        if "weight" in own and "bias" in own:
-            tensors += (own["weight"], own["bias"])
-        else:
+        try:
+            tensors += _WEIGHT_AND_BIAS(module._parameters)  # much faster than attributes of modules
+        except KeyError:
             tensors += (module.weight, module.bias)  # parametrised
     return tuple(tensors)
 
@@ -225,4 +257,7 @@ def parameters_of(layers: Iterable[nn.Module]) -> tuple[Tensor, ...]:
 def children(module: nn.Module, *names: str) -> list[nn.Module]:
     """Return the submodules ``names`` of ``module``."""
     own = module._modules  # much faster than attributes of modules
-    return [own[name] if name in own else getattr(module, name) for name in names]
+    try:
+        return [own[name] for name in names]
+    except KeyError:
+        return [getattr(module, name) for name in names]  # wrapped

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ls_train.layers import modules
-from ls_train.layers.gradients import GradientWriter, Held, given, hold, save_parameters, saved_parameters
+from ls_train.layers.gradients import (
+    GradientWriter,
+    Held,
+    given,
+    once_differentiable,
+    save_parameters,
+    saved_parameters,
+)
 from ls_train.memory import workspace
 from ls_train.ops.layer_norm import layer_norm_workspace
 
@@ -22,7 +29,7 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, eps: float, rows: Tensor, x: Tensor, *arguments: Tensor | Held) -> Tensor:
         """Return the layer norm of ``x`` (N, C)."""
-        y, (weight, bias) = torch.empty_like(x), given(arguments)
+        y, ((weight, bias), _) = torch.empty_like(x), given(arguments)
         mean, rstd = x.new_empty((2, x.shape[0]), dtype=torch.promote_types(x.dtype, torch.float32))
         ops.layer_norm_fwd(y, mean, rstd, x, weight, bias, rows, eps)
         ctx.rows = rows
@@ -47,7 +54,5 @@ class NormFunction(torch.autograd.Function):
 
 def layer_norm(module: nn.LayerNorm, x: Tensor, rows: Tensor) -> Tensor:
     """Return ``module`` applied to packed rows ``x`` (N, C); ``rows`` int32 (1,): number of used rows."""
-    x, weight, bias = modules.autocast_inputs((x, module.weight, module.bias))
-    modules.check_types("layer norm", (x,), (weight, bias))
-    arguments = hold(modules.wants_gradient((x,)), (x,), (weight, bias))
+    (x,), _, arguments = modules.prepare("layer norm", (x,), (module.weight, module.bias))
     return modules.apply(NormFunction, module.eps, rows, x.contiguous(), *arguments)
