@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -53,6 +54,7 @@ def kernel_names() -> frozenset[str]:
 KERNELS = kernel_names()
 
 
+@functools.cache
 def kernel_name(symbol: str) -> str:
     """Return the plain name of a mangled kernel, such as ``_ZN8ls_train11adam_kernelI6__halfEEv...``."""
     return next(name for name in sorted(KERNELS, key=len, reverse=True) if f"{len(name)}{name}" in symbol)
