@@ -46,6 +46,9 @@ def _known(error: BaseException) -> str | None:
         return f"{error}: the data folder holds ids that its dictionary lacks; write it anew with lightseq-preprocess"
     if "since max_positions=" in str(error) and "--skip-invalid-size-inputs-valid-test" in str(error):
         return f"{error}, or raise --max-source-positions, --max-target-positions or --tokens-per-sample"
+    broken = re.search(r"Connection (closed|reset) by peer", str(error)) if isinstance(error, RuntimeError) else None
+    if broken:
+        return f"the connection to another rank broke ({broken[0]}): it has probably ended, and its own output says why"
     if type(error) is RuntimeError and "due to dataloader mismatch" in str(error):
         return (
             "the checkpoint's place in its epoch is beyond the end with the present data and batch sizes; give those "

@@ -13,6 +13,7 @@ import torch
 
 from fairseq_plugin import checkpoint_io, cli
 from tests.plugin.checkpoint_bits import assert_same_bits
+from tests.plugin.test_bad_input import assert_refused
 from tests.plugin.training_log import losses, precise
 from tests.recorded_graphs import RecordedGraphs
 
@@ -284,6 +285,7 @@ def test_what_fails_ends_all_ranks(run_cli, arguments, tmp_path, failing):
     assert all(result.code != 0 for result in results)
     if failing == "one rank":
         assert "a bad batch" in results[1].err
+        assert_refused(results[0], "the connection to another rank broke", "its own output says why")
         assert "not saved: each rank has a part of it" in results[1].out
     else:
         assert all("gradients are Nan/Inf" in result.err for result in results)
