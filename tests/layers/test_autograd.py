@@ -340,3 +340,25 @@ def test_autocast(dtype):
     for name, value in gradients(model).items():
         assert value.dtype == torch.float32
         assert (value - expected[name]).norm() < 40 * torch.finfo(dtype).eps * total, name
+
+
+def test_transforms_of_functions_are_refused_and_leave_nothing_behind():
+    """torch.func needs what layers do not offer, and says so; a tensor that escaped from it is one like any other."""
+    layer = LSTransformerEncoderLayer(embed_dim=16, num_heads=4)
+    packing = Packing.from_lengths(torch.tensor([3, 2]), 3, torch.device("cpu"))
+    x, escaped = torch.randn(5, 16), []
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda rows: layer.forward_packed(rows, packing, SEED).sum())(x)
+
+    def escape(rows):
+        escaped.append(rows * 1)
+        return rows.sum()
+
+    torch.func.grad(escape)(x)
+    results = []
+    for rows in (x, escaped[0]):
+        layer.zero_grad()
+        y = layer.forward_packed(rows, packing, SEED)
+        y.tanh().sum().backward()
+        results.append({"y": y.detach(), **gradients(layer)})
+    assert_equal_gradients(results[1], results[0])
