@@ -127,12 +127,12 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_losses_equal_fairseqs(start, options):
-    """All numbers that are logged, over twelve updates; fairseq's side knows nothing of the plugin."""
+    """All numbers that are logged, over twenty updates; fairseq's side knows nothing of the plugin."""
     options = ["--max-tokens", 200, *options]
     ours, theirs = start(*options), start(*options, kind=FairseqTrainer, plain=True)
     theirs.trainer.get_model().load_state_dict(ours.trainer.get_model().state_dict())
     losses = []
-    for _ in range(12):
+    for _ in range(UPDATES):
         found, expected = ours.step(), theirs.step()
         assert found.keys() == expected.keys()
         numbers = [{name: float(value) for name, value in output.items()} for output in (found, expected)]
