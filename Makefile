@@ -72,12 +72,13 @@ format: $(READY)  ## rewrite the sources in that style
 	ruff format .
 	@files=$$(git ls-files '*.cu' '*.cuh' '*.h' '*.cpp'); if [ -n "$$files" ]; then clang-format -i $$files; fi
 
-# The compile check of `make test`, at the lowest priority: for idle cores, before the tests or beside them.
+# What `make cuda-check` compiles, at the lowest priority: for idle cores, before the tests or beside them.
 compile-ahead: $(TORCH_READY)
 	nice -n 19 $(PY) -m tests.build.compilation
 
-cuda-check: $(READY)  ## compile every CUDA source with nvcc; needs no GPU
-	$(PY) -m ls_train.build --strict
+cuda-check: $(READY)  ## compile every CUDA source with nvcc and look at the result: spills, 16-byte accesses; no GPU
+	$(PY) -m tests.build.compilation
+	$(TEST_ENV) $(PY) -m pytest -m nvcc tests/build $(ARGS)
 
 gpu-test: $(READY)  ## run the operator and layer tests on a machine with a GPU
 	$(PY) -m pytest tests/kernels tests/layers tests/optim $(ARGS)

@@ -249,7 +249,7 @@ def test_curves(imported_fairseq, forked_python, tmp_path) -> None:
     output = tmp_path / "curves.json"
     flags = (
         f"--corpus {corpus} --data {tmp_path}/bin --work {tmp_path}/work --pieces 300 --arch transformer_toy "
-        f"--updates 20 --max-tokens 600 --precision fp32 --seeds 1 --jobs 2 --implementation ls_train "
+        f"--updates 8 --max-tokens 600 --precision fp32 --seeds 1 --jobs 2 --implementation ls_train "
         f"--implementation {curves_summary.PEER} --output {output}"
     ).split()
     curves.main(flags)

@@ -1,4 +1,4 @@
-"""`make test` and `make soak` together run every test file there is."""
+"""`make test`, `make soak` and `make cuda-check` together run every test file there is."""
 
 from fnmatch import fnmatch
 from pathlib import Path

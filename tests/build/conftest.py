@@ -16,3 +16,11 @@ def compiled() -> Compiled:
     except build.BuildError as error:
         pytest.skip(str(error))
     return compiled_library()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "compiled" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.nvcc)
+            item.add_marker(pytest.mark.timeout(1200))  # the first of them compiles everything
