@@ -81,6 +81,8 @@ def test_the_hidden_share_of_an_all_reduce() -> None:
 
     nccl = [kernel("ncclDevKernel_AllReduce", 10, 20), kernel("ncclDevKernel_AllReduce", 50, 10)]
     others = [kernel("gemm", 0, 15), kernel("gemm", 12, 10), kernel("adam", 61, 5)]
+    for kernels, share in (([*others, *nccl], 100 * 12 / 30), (nccl, 0)):
+        assert all_reduce.figures([trace.Step(kernels, 100)])["all_reduce_hidden"] == (pytest.approx(share), "%")
     with pytest.raises(ValueError, match="use two GPUs"):
         all_reduce.figures([trace.Step(others, 100)])
     steps = [trace.Step([*others, *nccl], 100), trace.Step(nccl, 100)]
