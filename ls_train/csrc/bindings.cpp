@@ -1,6 +1,8 @@
 // The only file that knows torch, and only its stable ABI: checks the arguments of every operator, finds the current
 // stream, calls the launcher of ops.h and turns its cudaError_t into an exception.
 //
+// Arguments come as references: the boxing code owns them, and copies would count references and fill lists again.
+//
 // An operator is a struct with its name, launcher and tensor arguments (they come first in every schema), and what its
 // scalars demand; Binding<> does the rest.
 #include <dlfcn.h>
@@ -8,6 +10,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <climits>
 #include <cmath>
@@ -49,18 +52,18 @@ DType data_type(const char* op, const char* name, const Tensor& tensor) {
 
 TensorRef describe(const char* op, const Argument& argument, const Tensor& tensor) {
   TensorRef t;
+  int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
   t.dtype = data_type(op, argument.name, tensor);
-  t.data = tensor.data_ptr();
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  t.dims = static_cast<int>(sizes.size());
-  if (t.dims > TensorRef::kMaxDims) {
-    fail_argument(op, argument.name, "has " + std::to_string(t.dims) + " dimensions");
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &t.data));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dims));
+  if (dims > TensorRef::kMaxDims) {
+    fail_argument(op, argument.name, "has " + std::to_string(dims) + " dimensions");
   }
-  for (int i = 0; i < t.dims; ++i) {
-    t.sizes[i] = sizes[i];
-    t.strides[i] = strides[i];
-  }
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+  t.dims = static_cast<int>(dims);
+  std::copy_n(sizes, dims, t.sizes);
+  std::copy_n(strides, dims, t.strides);
   return t;
 }
 
@@ -256,7 +259,7 @@ struct Binding<Op, cudaError_t (*const)(Parameters...)> {
 
   template <size_t... J, size_t... I>
   struct Caller<std::index_sequence<J...>, std::index_sequence<I...>> {
-    static void call(BoxedAt<I>... boxed) {
+    static void call(const BoxedAt<I>&... boxed) {
       Call call;
       call.op = Op::name;
       // In braces: evaluated from left to right, so that messages name the first wrong argument.
@@ -640,8 +643,8 @@ struct LossScaleUpdate {
 };
 
 // Lists of tensors do not fit into Binding<>.
-void add_column_sums(std::vector<Tensor> gradients, std::vector<Tensor> partials, Tensor partial_rows,
-                     std::vector<int64_t> sums, bool accumulate) {
+void add_column_sums(const std::vector<Tensor>& gradients, const std::vector<Tensor>& partials,
+                     const Tensor& partial_rows, const std::vector<int64_t>& sums, bool accumulate) {
   Call call;
   call.op = "column_sum";
   const auto counted = [&](const char* name, size_t size) {
@@ -824,12 +827,12 @@ struct LayerCall {
   Block scratch(const Tensor& tensor) { return Block(call.op, "scratch", view(floating("scratch", "*"), tensor)); }
 };
 
-void layer_fwd(Tensor y, Tensor block, Tensor scratch, Tensor x, std::optional<Tensor> kv,
-               std::vector<Tensor> parameters, Tensor cu, Tensor rows, std::optional<Tensor> seed,
-               std::optional<Tensor> memory_cu, int64_t heads, int64_t max_length, int64_t memory_max_length,
-               int64_t index, int64_t offset, bool normalize_before, bool causal, double eps, double dropout,
-               double attention_dropout, double activation_dropout, std::string activation,
-               std::vector<int64_t> fields) {
+void layer_fwd(const Tensor& y, const Tensor& block, const Tensor& scratch, const Tensor& x,
+               const std::optional<Tensor>& kv, const std::vector<Tensor>& parameters, const Tensor& cu,
+               const Tensor& rows, const std::optional<Tensor>& seed, const std::optional<Tensor>& memory_cu,
+               int64_t heads, int64_t max_length, int64_t memory_max_length, int64_t index, int64_t offset,
+               bool normalize_before, bool causal, double eps, double dropout, double attention_dropout,
+               double activation_dropout, const std::string& activation, const std::vector<int64_t>& fields) {
   constexpr const char* kName = "layer_fwd";
   LayerCall run(kName, x, kv, parameters, cu, rows, seed, memory_cu, heads, max_length, memory_max_length, index,
                 offset, normalize_before, causal, eps, dropout, attention_dropout, activation_dropout, activation);
@@ -841,12 +844,14 @@ void layer_fwd(Tensor y, Tensor block, Tensor scratch, Tensor x, std::optional<T
   check_launch(kName, run.layer.forward(output, memory));
 }
 
-void layer_bwd(Tensor dx, std::optional<Tensor> dkv, Tensor scratch, std::vector<Tensor> gradients, Tensor dy,
-               Tensor block, Tensor x, std::optional<Tensor> kv, std::vector<Tensor> parameters, Tensor cu, Tensor rows,
-               std::optional<Tensor> seed, std::optional<Tensor> memory_cu, int64_t heads, int64_t max_length,
-               int64_t memory_max_length, int64_t index, int64_t offset, bool normalize_before, bool causal, double eps,
-               double dropout, double attention_dropout, double activation_dropout, std::string activation,
-               std::vector<int64_t> fields, int64_t sums, bool accumulate) {
+void layer_bwd(const Tensor& dx, const std::optional<Tensor>& dkv, const Tensor& scratch,
+               const std::vector<Tensor>& gradients, const Tensor& dy, const Tensor& block, const Tensor& x,
+               const std::optional<Tensor>& kv, const std::vector<Tensor>& parameters, const Tensor& cu,
+               const Tensor& rows, const std::optional<Tensor>& seed, const std::optional<Tensor>& memory_cu,
+               int64_t heads, int64_t max_length, int64_t memory_max_length, int64_t index, int64_t offset,
+               bool normalize_before, bool causal, double eps, double dropout, double attention_dropout,
+               double activation_dropout, const std::string& activation, const std::vector<int64_t>& fields,
+               int64_t sums, bool accumulate) {
   constexpr const char* kName = "layer_bwd";
   LayerCall run(kName, x, kv, parameters, cu, rows, seed, memory_cu, heads, max_length, memory_max_length, index,
                 offset, normalize_before, causal, eps, dropout, attention_dropout, activation_dropout, activation);
