@@ -24,6 +24,7 @@ from benchmarks.shapes import SHAPES, Shape
 from benchmarks.torch_transformer import TorchLayer
 from ls_train.layers.call import SITES
 from ls_train.layers.cross_kv import cross_kv
+from ls_train.layers.modules import keep_cross_kv_together
 from ls_train.rng import draw_seed
 
 EAGER = ("ls_train", "torch_eager")
@@ -97,6 +98,9 @@ class Ours:
         rates = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), shape.dropout)
         sizes = {"embed_dim": shape.embed_dim, "num_heads": shape.heads, "ffn_dim": shape.ffn_dim}
         self._layers = nn.ModuleList(layer_type(**sizes, **rates) for _ in range(count)).to(device, dtype)
+        if kind == "decoder":
+            # As LSTransformerDecoder does: the keys and values of all layers are one product.
+            keep_cross_kv_together(self._layers)
         self._optimizer = ls_train.FusedAdam(self._layers.parameters(), lr=1e-4)
         self._optimizer.direct_grads = True
         self._kind, self._shape, self._device = kind, shape, device

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import (
     curves,
@@ -25,6 +26,7 @@ from benchmarks.floor import Floor
 from benchmarks.processes import Prepared
 from benchmarks.records import write_records
 from benchmarks.shapes import SHAPES
+from ls_train.params import joined
 
 needs_fairseq = pytest.mark.skipif(importlib.util.find_spec("fairseq") is None, reason="fairseq is not installed")
 
@@ -90,6 +92,22 @@ def test_host_time_is_that_of_the_calls_alone(monkeypatch) -> None:
     monkeypatch.setattr(layer_process.time, "perf_counter", lambda: clock[0])
     calls = layer_process.Calls(lambda: pass_by(5.0), lambda: pass_by(next(durations)))
     assert layer_process.host_ms(calls, 3, 2) == pytest.approx(2.0)
+
+
+def test_a_layer_of_the_benchmark_takes_keys_and_values_as_in_a_model() -> None:
+    """In one product and without copies of gradients, for a row of decoder layers and for the first alone."""
+    shape = SHAPES["transformer_toy_1e1d"]
+    ours = layer_process.Ours("decoder", shape, torch.float32, "cpu", 3)
+    for count in (1, 3):
+        ours.calls(16, 8, count).step()
+        attentions = [made.encoder_attn for made in ours._layers[:count]]
+        for kind, size in (
+            ("weight", (2 * count * shape.embed_dim, shape.embed_dim)),
+            ("bias", (2 * count * shape.embed_dim,)),
+        ):
+            parameters = [getattr(p, kind) for attention in attentions for p in (attention.k_proj, attention.v_proj)]
+            assert joined(parameters).shape == size
+            assert joined([parameter.grad for parameter in parameters]).shape == size
 
 
 def test_graphs_are_compared_with_graphs() -> None:

@@ -125,7 +125,9 @@ def cross_kv(memory: Tensor, packing: Packing, layers: Sequence[nn.Module]) -> T
     Args:
         memory: (Ns, Ce), the encoder's packed output.
         packing: where its sequences lie.
-        layers: L decoder layers with cross attention.
+        layers: L decoder layers with cross attention. Of a stack that is not an ``LSTransformerDecoder``, tell
+            :func:`ls_train.layers.modules.keep_cross_kv_together` before an optimiser is built: otherwise every layer
+            takes products of its own, and copies of gradients with ``direct_grads``.
 
     Raises:
         TypeError: ``memory`` and the parameters differ in dtype.
