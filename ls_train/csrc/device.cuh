@@ -97,9 +97,31 @@ __device__ __forceinline__ Pack<T, kWidth> load_streaming(const T* p) {
   return pack;
 }
 
+// A 16-byte pack, zeros where not valid, as one predicated instruction: the compiler would put an ordinary load off to
+// where its value is used, or wait for it where branches meet.
+template <class T>
+__device__ __forceinline__ Pack<T, kPackWidth<T>> load_if(bool valid, const T* p) {
+  Pack<T, kPackWidth<T>> pack;
+  uint4& word = reinterpret_cast<uint4&>(pack);
+  word = {0u, 0u, 0u, 0u};
+  asm volatile(
+      "{\n.reg .pred valid;\nsetp.ne.u32 valid, %4, 0;\n"
+      "@valid ld.global.v4.u32 {%0, %1, %2, %3}, [%5];\n}"
+      : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w)
+      : "r"(static_cast<uint32_t>(valid)), "l"(p)
+      : "memory");
+  return pack;
+}
+
 template <class T, int kWidth>
 __device__ __forceinline__ void store(T* p, const Pack<T, kWidth>& pack) {
   *reinterpret_cast<Word<T, kWidth>*>(p) = reinterpret_cast<const Word<T, kWidth>&>(pack);
+}
+
+// The same for an address of which the compiler does not know that it is in global memory.
+template <class T, int kWidth>
+__device__ __forceinline__ void store_global(T* p, const Pack<T, kWidth>& pack) {
+  __stwb(reinterpret_cast<Word<T, kWidth>*>(p), reinterpret_cast<const Word<T, kWidth>&>(pack));
 }
 
 template <class T, int kWidth>

@@ -4,10 +4,10 @@
 //
 // layer_norm_fwd_kernel
 //   Grid ceil(N / (groups * kRows)), block (lanes, groups) of 128 or more: `lanes` threads hold a row in registers.
-//   Few rows are spread over as many threads as they have packs, which shortens the chain from load to store; of many a
-//   warp holds one, which takes the fewest instructions. Rows are asked for before the number of used ones is known, so
-//   that a small batch waits for memory once. Reads x (and residual) once, writes y (and sum) once: 2 (kAdd: 4) * N * C
-//   * sizeof(T) bytes. For aligned rows of up to 2048 packs.
+//   Few rows, and with dropout all, are spread over as many threads as they have packs, which shortens the chain from
+//   load to store; of many a warp holds one, which takes the fewest instructions. Rows are asked for before the number
+//   of used ones is known, so that a small batch waits for memory once. Reads x (and residual) once, writes y (and sum)
+//   once: 2 (kAdd: 4) * N * C * sizeof(T) bytes. For aligned rows of up to 2048 packs.
 // layer_norm_fwd_plain_kernel
 //   The same element by element, eight a thread, for rows that cannot be moved in packs. Rows that do not fit into
 //   registers are gone over in chunks and read from memory in the later passes.
@@ -81,22 +81,6 @@ __device__ __forceinline__ void row_sums(float (&x)[kRows], float* scratch) {
   }
 }
 
-// A 16-byte pack, zeros where not valid, as one predicated instruction: the compiler would put an ordinary load off to
-// where its value is used, or wait for it where branches meet.
-template <class T>
-__device__ __forceinline__ Pack<T, kPackWidth<T>> load_if(bool valid, const T* p) {
-  Pack<T, kPackWidth<T>> pack;
-  uint4& word = reinterpret_cast<uint4&>(pack);
-  asm volatile(
-      "{\n.reg .pred valid;\nsetp.ne.u32 valid, %4, 0;\n"
-      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-      "@valid ld.global.v4.u32 {%0, %1, %2, %3}, [%5];\n}"
-      : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-      : "r"(static_cast<uint32_t>(valid)), "l"(p)
-      : "memory");
-  return pack;
-}
-
 template <class T>
 __device__ __forceinline__ void clear_if(bool clear, Pack<T, kPackWidth<T>>& pack) {
   uint4& word = reinterpret_cast<uint4&>(pack);
@@ -112,7 +96,7 @@ template <class T, int kLanes, int kPacks, int kRows, bool kAdd>
 __global__ void __launch_bounds__(kBlockThreads<kLanes>, kForwardBlocks<kLanes, kPacks, kRows, kAdd>)
     layer_norm_fwd_kernel(const NormForward<T> a) {
   constexpr int kWidth = kPackWidth<T>;
-  constexpr bool kSpread = kPacks == 1;
+  constexpr bool kSpread = kPacks == 1, kEarly = kSpread && kAdd;
   __shared__ float scratch[2][kRows * (kSpread ? kBlockThreads<kLanes> : kMaxLanes / kWarp)];
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) * kRows;
   const int rows = static_cast<int>(min(a.n - first, static_cast<int64_t>(kRows)));  // may be negative
@@ -139,6 +123,16 @@ __global__ void __launch_bounds__(kBlockThreads<kLanes>, kForwardBlocks<kLanes, 
   }
   // Waits for the seed, so it comes after the loads.
   const DropoutKey key = kAdd ? dropout_key(a.dropout) : DropoutKey{};
+  Keep8 keep[kRows][kPacks];
+  if constexpr (kEarly) {  // while the rows are on their way; for more packs registers do not suffice
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        keep[r][k] = key.active() ? keep8(key, first + r, static_cast<uint32_t>(column(k)) / 8) : keep_all();
+      }
+    }
+  }
   // A branch, so that no load sinks below it.
   if (static_cast<int64_t>(blockIdx.x) * blockDim.y * kRows >= count) {
 #pragma unroll
@@ -168,7 +162,11 @@ __global__ void __launch_bounds__(kBlockThreads<kLanes>, kForwardBlocks<kLanes, 
         unpack(bias[k], add);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) v[r][k][i] += add[i];
-        drop(v[r][k], key, first + r, column(k));
+        if constexpr (kEarly) {
+          drop(v[r][k], keep[r][k], key.scale, column(k));
+        } else {
+          drop(v[r][k], key, first + r, column(k));
+        }
         unpack(residual[r][k], add);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) v[r][k][i] += add[i];
@@ -244,26 +242,25 @@ __global__ void __launch_bounds__(kMaxLanes) layer_norm_fwd_plain_kernel(const N
   float v[kPlainElements];
 
   const auto column = [&](int first, int k) { return first + k * lanes + lane; };
-  // Later passes over a row that is not in registers.
-  const auto reload = [&](int first) {
-    if (a.columns <= chunk) return;
+  const auto load_row = [&](const T* from, int first, float (&to)[kPlainElements]) {
 #pragma unroll
     for (int k = 0; k < kPlainElements; ++k) {
       const int c = column(first, k);
-      if (used && c < a.columns) v[k] = to_float(kAdd ? a.sum[base + c] : a.x[base + c]);
+      if (used && c < a.columns) to[k] = to_float(from[base + c]);
     }
+  };
+  // Later passes over a row that is not in registers.
+  const auto reload = [&](int first) {
+    if (a.columns > chunk) load_row(kAdd ? a.sum : a.x, first, v);
   };
 
   float total[1] = {0.f};
   for (int first = 0; first < a.columns; first += chunk) {
-    float residual[kPlainElements];
+    float residual[kPlainElements] = {};
 #pragma unroll
-    for (int k = 0; k < kPlainElements; ++k) {  // all loads before the first use
-      const int c = column(first, k);
-      const bool valid = used && c < a.columns;
-      v[k] = valid ? to_float(a.x[base + c]) : 0.f;
-      if (kAdd) residual[k] = valid ? to_float(a.residual[base + c]) : 0.f;
-    }
+    for (int k = 0; k < kPlainElements; ++k) v[k] = 0.f;
+    load_row(a.x, first, v);  // all loads before the first use
+    if (kAdd) load_row(a.residual, first, residual);
 #pragma unroll
     for (int k = 0; k < kPlainElements; ++k) {
       const int c = column(first, k);
@@ -322,7 +319,7 @@ RowGroups pack_groups(int64_t rows, int64_t packs, int threads) {
 // of two up to them. The limits are where one geometry overtakes the other on an H200.
 template <bool kAdd, class Body>
 cudaError_t dispatch_forward(int64_t n, int64_t packs, Body&& body) {
-  constexpr int64_t kSpreadPacks = (kAdd ? 768 : 3072) * 128, kPairPacks = 16384 * 128;
+  constexpr int64_t kSpreadPacks = (kAdd ? 768 : 3072) * 128;
   const auto call = [&](auto lanes, auto packs_a_thread, auto rows) { return body(lanes, packs_a_thread, rows); };
   constexpr std::integral_constant<int, 1> k1;
   constexpr std::integral_constant<int, 2> k2;
@@ -338,9 +335,8 @@ cudaError_t dispatch_forward(int64_t n, int64_t packs, Body&& body) {
     return packs > 64 ? call(k128, k1, k1) : packs > 32 ? call(k64, k1, k1) : call(k32, k1, k1);
   }
   if constexpr (kAdd) {
-    // The generator takes most of the instructions: a warp a row pays only for many rows.
-    if (packs > 64) return n * packs <= kPairPacks ? call(k128, k1, k2) : call(k32, k4, k1);
-    return packs > 32 ? call(k64, k1, k2) : call(k32, k1, k2);
+    // The generator takes most of the instructions, which a thread does for two packs while they are on their way.
+    return packs > 64 ? call(k128, k1, k2) : packs > 32 ? call(k64, k1, k2) : call(k32, k1, k2);
   } else {
     return packs > 64 ? call(k32, k4, k1) : packs > 32 ? call(k32, k2, k2) : call(k32, k1, k4);
   }

@@ -22,20 +22,19 @@ __global__ void __launch_bounds__(kThreads) layer_norm_bwd_wide_rows_kernel(cons
   const int64_t base = row * a.columns;
   const int thread = static_cast<int>(threadIdx.x);
   const float mean = used ? a.mean[row] : 0.f, rstd = used ? a.rstd[row] : 0.f;
-  float sums[2] = {0.f, 0.f};  // of g and g * xhat, g = dy * weight
+  const auto g = [&](int c) { return to_float(a.dy[base + c]) * to_float(a.weight[c]); };
+  const auto xhat = [&](int c) { return (to_float(a.sum[base + c]) - mean) * rstd; };
+  float sums[2] = {0.f, 0.f};  // of g and g * xhat
   for (int c = thread; used && c < a.columns; c += kThreads) {
-    const float g = to_float(a.dy[base + c]) * to_float(a.weight[c]);
-    sums[0] += g;
-    sums[1] += g * (to_float(a.sum[base + c]) - mean) * rstd;
+    sums[0] += g(c);
+    sums[1] += g(c) * xhat(c);
   }
   group_reduce<Sum>(sums, thread, kThreads, scratch);
   const float mean_g = sums[0] / static_cast<float>(a.columns), mean_gx = sums[1] / static_cast<float>(a.columns);
   for (int c = thread; c < a.columns; c += kThreads) {
     float d[1] = {0.f};
     if (used) {
-      const float g = to_float(a.dy[base + c]) * to_float(a.weight[c]);
-      const float xhat = (to_float(a.sum[base + c]) - mean) * rstd;
-      d[0] = rstd * (g - mean_g - xhat * mean_gx);
+      d[0] = rstd * (g(c) - mean_g - xhat(c) * mean_gx);
       if (a.dsum != nullptr) d[0] += to_float(a.dsum[base + c]);
     }
     a.dresidual[base + c] = from_float<T>(d[0]);

@@ -9,7 +9,16 @@ from ls_train.ops import bias_dropout_add_layer_norm
 from ls_train.ops._arguments import statistics_dtype
 from ls_train.ops.bias_dropout_add_layer_norm import bias_dropout_add_layer_norm_workspace
 from ls_train.testing import assert_matches_torch
-from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_gpu_type, on_every_type, run, seed_tensor
+from tests.kernels.leaf_contract import (
+    Call,
+    LeafContract,
+    call,
+    on_every_gpu_type,
+    on_every_type,
+    row_count,
+    run,
+    seed_tensor,
+)
 from tests.kernels.test_dropout import kept
 from tests.kernels.test_layer_norm import NORM_SHAPES
 
@@ -77,6 +86,31 @@ def test_without_bias_two_sums_are_written(columns: int, device: str, dtype: tor
         "offset": 2, "accumulate": False,
     })  # fmt: skip
     assert bool((scratch[2 * rows * columns :] == 7).all())
+
+
+@on_every_gpu_type
+@pytest.mark.parametrize("columns", [64, 512, 1000, 1024])
+@pytest.mark.parametrize("used", [0, 1, 4000, 4001, 4095, 4097])
+def test_rows_in_use_of_many(used: int, columns: int, device: str, dtype: torch.dtype) -> None:
+    """A thread that has several rows leaves out those beyond the used ones and beyond the last."""
+    rows = 4097
+    x, residual = torch.randn(2, rows, columns, device=device).to(dtype)
+    bias, weight, norm_bias = torch.randn(3, columns, device=device).to(dtype)
+
+    def forward(count: int, in_use: Tensor | None) -> tuple[Tensor, ...]:
+        y, total = torch.full((2, count, columns), float("nan"), device=device).to(dtype)
+        mean, rstd = torch.full((2, count), float("nan"), device=device)
+        outputs = run("bias_dropout_add_layer_norm_fwd", {
+            "y": y, "sum": total, "mean": mean, "rstd": rstd, "x": x[:count], "bias": bias,
+            "residual": residual[:count], "weight": weight, "norm_bias": norm_bias, "seed": seed_tensor(3, device),
+            "rows": in_use, "eps": 1e-5, "p": 0.3, "offset": 2,
+        })  # fmt: skip
+        return tuple(outputs[name] for name in ("y", "sum", "mean", "rstd"))
+
+    whole, part = forward(rows, row_count(used, device)), forward(used, None)
+    for got, wanted in zip(whole, part, strict=True):
+        assert torch.equal(got[:used], wanted)
+        assert not got[used:].any()
 
 
 @pytest.mark.parametrize("used", [0, 1])
