@@ -7,7 +7,7 @@
 //   runs that start there, in order, four rows under way whatever run they belong to. Without accumulate, blocks for 32
 //   table rows each write zeros where no token has the id. Reads dy once; writes (with accumulate also reads) the rows
 //   of the ids in the batch, without accumulate the whole table: (N + V) * C * sizeof(T) bytes.
-#include "row_kernels.cuh"
+#include "embedding_bwd.cuh"
 
 namespace ls_train {
 namespace {
@@ -20,73 +20,6 @@ constexpr int kMaxWorkers = 32;
 template <int kWidth>
 constexpr int kLongLanes = kWidth > 1 ? 8 : kWarp;  // threads of a worker of a long run
 constexpr int kFillRows = 32;
-
-template <class T>
-struct EmbeddingBackward {
-  T* dweight;
-  const T* dy;
-  const int64_t* order;
-  const int64_t* sorted_ids;
-  const int32_t* rows;
-  int64_t n, vocabulary, padding_idx;
-  int columns;
-  float scale;
-  bool accumulate;
-  Dropout dropout;
-  int long_slices, column_blocks;    // blocks beside each other, for long and for short runs
-  unsigned long_blocks, run_blocks;  // numbers of blocks of these kinds, the first ones
-
-  __device__ __forceinline__ bool has_gradient(int64_t id) const {
-    return id >= 0 && id < vocabulary && id != padding_idx;
-  }
-};
-
-template <class T, int kWidth>
-__device__ __forceinline__ void add_row(const EmbeddingBackward<T>& a, const DropoutKey& key, Pack<T, kWidth>& grad,
-                                        int64_t row, int column, float (&sum)[kWidth]) {
-  keep_packed(grad);
-  float d[kWidth];
-  unpack(grad, d);
-  drop(d, key, row, column);
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) sum[i] += d[i];
-}
-
-// Adds the rows at the sorted positions first, first + step, ... as long as these hold `id`.
-template <int kLoads, class T, int kWidth>
-__device__ __forceinline__ void add_run(const EmbeddingBackward<T>& a, const DropoutKey& key, int64_t used, int64_t id,
-                                        int64_t first, int step, int column, float (&sum)[kWidth]) {
-  for (int64_t at = first; at < a.n && a.sorted_ids[at] == id; at += static_cast<int64_t>(step) * kLoads) {
-    int64_t row[kLoads];
-    Pack<T, kWidth> grads[kLoads];
-    bool asked[kLoads];
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      const int64_t next = min(at + j * step, a.n - 1);
-      const int64_t other = a.sorted_ids[next];
-      row[j] = a.order[next];  // asked for before the id is known
-      asked[j] = at + j * step < a.n && other == id && row[j] < used;
-    }
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      if (asked[j]) grads[j] = load_streaming<kWidth>(a.dy + row[j] * a.columns + column);
-    }
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      if (asked[j]) add_row(a, key, grads[j], row[j], column, sum);
-    }
-  }
-}
-
-template <class T, int kWidth>
-__device__ __forceinline__ void write_row(const EmbeddingBackward<T>& a, int64_t id, int column, float (&sum)[kWidth]) {
-  T* out = a.dweight + id * a.columns + column;
-  float old[kWidth] = {};
-  if (a.accumulate) load_floats(out, old);
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) sum[i] = fmaf(a.scale, sum[i], old[i]);
-  store(out, pack_floats<T>(sum));
-}
 
 // Runs of more than kShortRun rows that start in this block's positions, one a thread, one run after another.
 template <class T, int kWidth>
@@ -143,8 +76,9 @@ __device__ __forceinline__ void sum_long_runs(const EmbeddingBackward<T>& a, uns
 template <class T, int kWidth>
 __device__ __forceinline__ void sum_short_runs(const EmbeddingBackward<T>& a, unsigned block) {
   enum Kind : char { kGoesOn, kStarts, kOther };  // kOther: the start of a run that is not summed here
+  // places: rows of dy, negative where they are not used
   __shared__ int64_t ids[kMaxWorkers * kRunPositions], places[kMaxWorkers * kRunPositions];
-  __shared__ Kind kinds[kMaxWorkers * kRunPositions];
+  __shared__ Kind kinds[kMaxWorkers * kRunPositions + 1];  // the last: whether the last run goes on in the next block
   const int thread = linear_thread(), positions = static_cast<int>(blockDim.y) * kRunPositions;
   const int64_t block_first = static_cast<int64_t>(block / a.column_blocks) * positions;
   const int column = static_cast<int>((block % a.column_blocks * blockDim.x + threadIdx.x) * kWidth);
@@ -157,54 +91,69 @@ __device__ __forceinline__ void sum_short_runs(const EmbeddingBackward<T>& a, un
       if (at > 0) before = a.sorted_ids[at - 1];
       if (at + kShortRun < a.n) far = a.sorted_ids[at + kShortRun];
     }
+    if (thread == positions - 1) kinds[positions] = at + 1 < a.n && a.sorted_ids[at + 1] == id ? kGoesOn : kOther;
     ids[thread] = id;
-    places[thread] = place;
+    places[thread] = place < used_rows(a.rows, a.n) ? place : -1;
     kinds[thread] = a.has_gradient(id) && id == before ? kGoesOn : a.has_gradient(id) && id != far ? kStarts : kOther;
   }
-  const int64_t used = used_rows(a.rows, a.n);
   const DropoutKey key = dropout_key(a.dropout);
   __syncthreads();
   if (column >= a.columns) return;
-  const int first = static_cast<int>(threadIdx.y) * kRunPositions, end = first + kRunPositions;
+  int chunk = static_cast<int>(threadIdx.y) * kRunPositions;
   float sum[kWidth] = {};
-  int64_t open = -1;  // id of the run that is being summed
+  int open = -1;  // where the run starts that is being summed
 #pragma unroll 1
-  for (int chunk = first; chunk < end; chunk += kRunLoads) {
+  do {
     Pack<T, kWidth> grads[kRunLoads];
     bool asked[kRunLoads], going = open >= 0;
 #pragma unroll
     for (int j = 0; j < kRunLoads; ++j) {
       const int p = chunk + j;
       going = kinds[p] == kStarts || (kinds[p] == kGoesOn && going);
-      asked[j] = going && places[p] < used;
+      asked[j] = going && places[p] >= 0;
       if (asked[j]) grads[j] = load_streaming<kWidth>(a.dy + places[p] * a.columns + column);
+    }
+    Keep8 keep[kRunLoads];  // decided while the rows are on their way
+    if (key.active()) {
+#pragma unroll
+      for (int j = 0; j < kRunLoads; ++j) keep[j] = keep8(key, places[chunk + j], static_cast<uint32_t>(column) / 8);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kRunLoads; ++j) keep[j] = keep_all();
     }
 #pragma unroll
     for (int j = 0; j < kRunLoads; ++j) {
       const int p = chunk + j;
       if (kinds[p] != kGoesOn) {
-        if (open >= 0) write_row(a, open, column, sum);
-        open = kinds[p] == kStarts ? ids[p] : -1;
+        if (open >= 0) write_row(a, ids[open], column, sum);
+        open = kinds[p] == kStarts ? p : -1;
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) sum[i] = 0.f;
       }
-      if (asked[j]) add_row(a, key, grads[j], places[p], column, sum);
+      if (asked[j]) add_row(grads[j], keep[j], key.scale, column, sum);
     }
-  }
+    chunk += kRunLoads;
+  } while (chunk % kRunPositions != 0);
   if (open < 0) return;
-  add_run<2>(a, key, used, open, block_first + end, 1, column, sum);
-  write_row(a, open, column, sum);
+  const int end = static_cast<int>(threadIdx.y + 1) * kRunPositions;
+  if (kinds[end] == kGoesOn) add_run<2>(a, key, used_rows(a.rows, a.n), ids[open], block_first + end, 1, column, sum);
+  write_row(a, ids[open], column, sum);
 }
 
 // Zeros for the ids among kFillRows that get no gradient.
 template <class T, int kWidth>
 __device__ __forceinline__ void clear_absent(const EmbeddingBackward<T>& a, unsigned block) {
   __shared__ bool absent[kFillRows];
-  const int thread = linear_thread();
+  __shared__ int64_t ends[2];  // the positions with ids of the block are in between
+  const int thread = linear_thread(), warp = thread / kWarp;
   const int64_t block_first = static_cast<int64_t>(block) * kFillRows;
+  if (warp < 2) {
+    ends[warp] = first_not_below(a.sorted_ids, a.n, block_first + warp * kFillRows, thread % kWarp);
+  }
+  __syncthreads();
   if (thread < kFillRows) {
     const int64_t id = block_first + thread;
-    int64_t low = 0, high = a.n;  // the first position whose id is not smaller is in [low, high]
+    int64_t low = ends[0], high = ends[1];  // the first position whose id is not smaller is in [low, high]
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (a.sorted_ids[middle] < id) {

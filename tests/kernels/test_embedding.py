@@ -163,6 +163,35 @@ def test_runs_of_every_length(columns: int, accumulate: bool, device: str, dtype
     assert torch.equal(dweight, gradient())
 
 
+@on_every_type
+@pytest.mark.parametrize("before", [0, 5, 480, 505, 1016])
+def test_runs_across_blocks(before: int, device: str, dtype: torch.dtype) -> None:
+    """Runs that start in the positions of one block and end in those of another, behind ids that occur once."""
+    lengths = torch.tensor([1] * before + [40, 9, 3, 33, 1, 20, 600, 2])
+    tokens = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+    tokens = tokens[torch.randperm(tokens.numel(), device=device)]
+    dy = torch.randn(tokens.numel(), 264, device=device).to(dtype)
+    dweight = torch.full((len(lengths), 264), float("nan"), device=device).to(dtype)
+    sorted_ids, order = tokens.sort(stable=True)
+    torch.ops.ls_train.embedding_bwd(dweight, dy, order, sorted_ids, None, None, 1.0, 0.0, 0, -1, False)
+    expected = torch.zeros(dweight.shape, dtype=torch.float64, device=device).index_add_(0, tokens, dy.double())
+    assert_accurate(dweight, expected, dtype)
+
+
+@on_every_type
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 1024, 1025, 33000])
+def test_absent_ids_get_zeros(rows: int, device: str, dtype: torch.dtype) -> None:
+    """Wherever they are among the ids of the batch, however many these are; every row of the table is written."""
+    words = 3001
+    tokens = (torch.randint(words // 7, (rows,)) * 7 + 3).to(device)
+    dweight = torch.full((words, 8), float("nan"), device=device).to(dtype)
+    sorted_ids, order = tokens.sort(stable=True)
+    ones = torch.ones(rows, 8, device=device).to(dtype)
+    torch.ops.ls_train.embedding_bwd(dweight, ones, order, sorted_ids, None, None, 1.0, 0.0, 0, -1, False)
+    expected = torch.bincount(tokens, minlength=words)[:, None].expand(words, 8)
+    assert torch.equal(dweight, expected.to(dtype))
+
+
 @on_every_gpu_type
 def test_gradient_of_ids_out_of_range(device: str, dtype: torch.dtype) -> None:
     """They reach no row, also where many are equal."""
