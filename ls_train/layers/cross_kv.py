@@ -95,7 +95,7 @@ def gradient_slice(dkv: Tensor | None, kv: Tensor, columns: slice) -> tuple[Tens
     if dkv is None:
         buffer = torch.zeros_like(kv)
         setattr(buffer, _MARK, _Chain(frozenset(), buffer._version))
-        return buffer, buffer[:, columns]
+        return buffer, _part(buffer, columns)
     chain = getattr(dkv, _MARK, None)
     if chain is None or chain.version != dkv._version:
         # Not ours, or somebody added to it: it may be in use elsewhere.
@@ -103,7 +103,7 @@ def gradient_slice(dkv: Tensor | None, kv: Tensor, columns: slice) -> tuple[Tens
         chain = _Chain(None, dkv._version)
         setattr(dkv, _MARK, chain)
     if chain.written is not None and columns.start not in chain.written:
-        return dkv, dkv[:, columns]
+        return dkv, _part(dkv, columns)
     return dkv, dkv.new_empty(dkv.shape[0], columns.stop - columns.start)
 
 
@@ -116,6 +116,10 @@ def finish_slice(buffer: Tensor, target: Tensor, columns: slice) -> Tensor:
         written |= {columns.start}
     setattr(buffer, _MARK, _Chain(written, buffer._version))
     return buffer
+
+
+def _part(buffer: Tensor, columns: slice) -> Tensor:
+    return buffer.narrow(1, columns.start, columns.stop - columns.start)  # faster than indexing
 
 
 @modules.check_kinds
@@ -134,6 +138,7 @@ def cross_kv(memory: Tensor, packing: Packing, layers: Sequence[nn.Module]) -> T
         ValueError: they differ in size or device.
     """
     modules.check_rows("cross_kv", "memory", memory, layers[0].encoder_attn.k_proj.in_features, packing)
-    projections = [p for layer in layers for p in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)]
+    attentions = [attention for layer in layers for attention in modules.children(layer, "encoder_attn")]
+    projections = [p for attention in attentions for p in modules.children(attention, "k_proj", "v_proj")]
     (memory,), _, arguments = modules.prepare("cross_kv", (memory,), modules.parameters_of(projections))
     return modules.apply(CrossKVFunction, packing.rows, memory.contiguous(), *arguments)

@@ -316,8 +316,8 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
         """
         name = type(self).__name__
         modules.check_rows(name, "x", x, self.embed_dim, packing)
-        call = self._call(packing, seed, rng_offset)
         if self.encoder_attn is None:
+            call = self._call(packing, seed, rng_offset)
             (x,), save, arguments = modules.prepare(name, (x,), modules.parameters_of(self._self_modules()))
             return modules.apply(EncoderLayerFunction, call, save, x.contiguous(), *arguments), kv
         if kv is None or memory is None:
@@ -326,7 +326,7 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
         if kv.dim() != 2 or kv.shape[0] != rows or not 0 < (layer + 1) * 2 * self.embed_dim <= kv.shape[1]:
             raise ValueError(f"{name}: kv of shape {tuple(kv.shape)} has no slice for layer {layer} of {rows} rows")
         (x, kv), save, arguments = modules.prepare(name, (x, kv), modules.parameters_of(self._cross_modules()))
-        call = call._replace(memory_cu=memory.cu_seqlens, memory_max_length=memory.max_length, layer=layer)
+        call = self._call(packing, seed, rng_offset, memory.cu_seqlens, memory.max_length, layer)
         y, handed_on = modules.apply(DecoderLayerFunction, call, save, x.contiguous(), kv, *arguments)
         return y, handed_on if kv.requires_grad else kv
 

@@ -290,7 +290,8 @@ class LSTransformerEncoderLayer(nn.Module):
     def _build_cross_attention(self, config: LayerConfig) -> None:
         """Build what a decoder layer has between self-attention and feed-forward; nothing here."""
 
-    def _call(self, packing: Packing, seed: Tensor | None, rng_offset: int) -> Call:
+    def _call(self, packing: Packing, seed: Tensor | None, rng_offset: int, *memory: Any) -> Call:
+        """Return what a call needs; ``memory``: ``memory_cu``, ``memory_max_length`` and ``layer`` of :class:`Call`."""
         rates = (self.dropout, self.attention_dropout, self.activation_dropout) if self.training else (0.0, 0.0, 0.0)
         return Call(
             packing.cu_seqlens,
@@ -304,6 +305,7 @@ class LSTransformerEncoderLayer(nn.Module):
             modules.dropout_seed(seed, rates, packing.cu_seqlens),
             rng_offset,
             *rates,
+            *memory,
         )
 
     def _self_modules(self) -> list[nn.Module]:

@@ -258,10 +258,10 @@ def test_dropout_sites_of_a_model_are_all_different(monkeypatch):
     for layer in (*model.encoder.layers, *model.decoder.layers):
         call = layer._call
 
-        def record(packing, seed, rng_offset, call=call):
+        def record(packing, seed, rng_offset, *memory, call=call):
             offsets.append(rng_offset)
             seeds.append(seed)
-            return call(packing, seed, rng_offset)
+            return call(packing, seed, rng_offset, *memory)
 
         monkeypatch.setattr(layer, "_call", record)
     loss_of(model)
