@@ -1,22 +1,20 @@
-// y = dropout(activation(x + bias)) and its backward. Rows in packs have a kernel an activation; other rows, where the
-// loads of single elements set the pace, ask for it at run time.
+// y = dropout(activation(x + bias)) and its backward. Rows in packs have a kernel an activation.
 //
 // bias_activation_dropout_fwd_kernel
-//   Tiles of row_kernels.cuh, for relu a block each. Reads x once, writes y once: 2 * N * C * sizeof(T) bytes.
+//   Rows in packs, in tiles that blocks take in turn, for relu a block each. Reads x once, writes y once: 2 * N * C *
+//   sizeof(T) bytes.
 // bias_activation_dropout_bwd_kernel
-//   Rows in packs, at most 264 row blocks, the column sums in registers. Later rows are on their way into shared
-//   memory, kStages of each tensor a thread. Reads dy and saved once, writes dx once: 3 * N * C * sizeof(T) bytes.
-// bias_activation_dropout_bwd_plain_kernel
-//   The same for rows that are no whole packs, in tiles. The same bytes.
-#include <cuda_pipeline.h>
-
-#include "activations.cuh"
-#include "row_kernels.cuh"
+//   Rows in packs, at most 264 row blocks that take them in turn, the column sums in registers. Later rows are on their
+//   way into shared memory, kStages of each tensor a thread. Reads dy and saved once, writes dx once: 3 * N * C *
+//   sizeof(T) bytes.
+// bias_activation_dropout_fwd_plain_kernel, bias_activation_dropout_bwd_plain_kernel
+//   The same for other rows. The same bytes.
+#include "bias_activation_dropout_plain.cuh"
 
 namespace ls_train {
 namespace {
 
-// Kind of a kernel: Fixed or, at run time, an Activation.
+// Kind of a kernel.
 template <Activation kActivation>
 struct Fixed {
   __host__ __device__ constexpr operator Activation() const { return kActivation; }
@@ -26,46 +24,70 @@ constexpr bool kIsRelu = std::is_same_v<Kind, Fixed<Activation::kRelu>>;
 // Whether dropout's factor is in the coefficients of Gelu.
 template <class T, class Kind>
 constexpr bool kIsFolded = sizeof(T) == 2 && std::is_same_v<Kind, Fixed<Activation::kGelu>>;
+// Whether the forward's activation takes its argument times dropout's factor.
+template <class T, class Kind>
+constexpr bool kIsScaled = kIsFolded<T, Kind> || (sizeof(T) == 2 && kIsRelu<Kind>);
 
-template <class T, int kWidth, class Kind>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
+// Rows of a thread's tile in the forward, and blocks that a multiprocessor holds: as registers allow.
+template <class Kind>
+constexpr int kForwardRows = kIsRelu<Kind> ? 4 : 2;
+template <class T, class Kind>
+constexpr int kForwardBlocks = kIsRelu<Kind> ? 4 : (sizeof(T) == 4 ? 3 : 5);
+template <class Kind>
+constexpr int kBackwardBlocks = kIsRelu<Kind> ? 4 : 3;
+// relu's forward is held up by memory alone and is faster without the walk over tiles; of the others' blocks so many
+// are started as fit this many times.
+constexpr int64_t kForwardTurns = 4;
+// Blocks of the backward: about as many as fit at a time, a power of two, so that turns of most shapes are whole.
+template <class Kind>
+constexpr int64_t kBackwardGrid = kIsRelu<Kind> ? 512 : 256;
+
+template <class T, class Kind>
+__global__ void __launch_bounds__(kTileThreads, tile_blocks(kForwardBlocks<T, Kind>))
     bias_activation_dropout_fwd_kernel(T* __restrict__ y, const T* __restrict__ x, const T* __restrict__ bias,
                                        const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
-                                       const Gelu gelu, Kind activation) {
-  constexpr bool kRelu = kIsRelu<Kind>, kFolded = kIsFolded<T, Kind>;
+                                       const Gelu gelu, const Turns turns, Kind) {
+  constexpr int kWidth = kPackWidth<T>, kRows = kForwardRows<Kind>;
+  constexpr bool kScaled = kIsScaled<T, Kind>;
   const int column = tile_column<kWidth>();
-  const bool inside = column < columns;
-  if (kWidth > 1 && !inside) return;
+  if (column >= columns) return;
   const int64_t used = used_rows(rows, n);
-  DropoutKey key = dropout_key(dropout);
-  const float factor = kFolded ? key.scale : 1.f;
-  if (kFolded) key.scale = 1.f;
+  clear_unused<kWidth>(y, used, n, columns, column);
+  const DropoutKey key = dropout_key(dropout);
   float add[kWidth] = {};
-  if (bias != nullptr && inside) load_floats(bias + column, add);
+  if (bias != nullptr) load_floats(bias + column, add);
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) add[i] *= factor;
-  for_tiles<kTileRows>(used, [&](const Tile<kTileRows>& tile) {
-    Pack<T, kWidth> values[kTileRows];
+  for (int i = 0; i < kWidth; ++i) add[i] *= kScaled ? key.scale : 1.f;
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * (kRows * turns.groups) + threadIdx.y;
+  const T* from = x + first * columns + column;
+  T* to = y + first * columns + column;
+  for_turns(first, used, turns.step, [&](uint32_t plane, uint32_t row, uint32_t left) {
+    Pack<T, kWidth> values[kRows];
+    Masks8 masks[kRows];
 #pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
-      if (inside && tile.is_used(r)) values[r] = load_streaming<kWidth>(x + tile.row(r) * columns + column);
+    for (int r = 0; r < kRows; ++r) {
+      if (r == 0 || r * turns.groups <= left) values[r] = load_streaming<kWidth>(from);
+      advance(from, r + 1 < kRows ? turns.near : turns.far);
     }
-    const TileDropout<kWidth, kTileRows> dropped(key, tile, column);
 #pragma unroll
-    for (int r = 0; r < kTileRows; ++r) {
-      if (!inside || !tile.is_used(r)) break;
+    for (int r = 0; r < kRows; ++r) {
+      masks[r] = masks8(key, plane, row + r * turns.groups, static_cast<uint32_t>(column) / 8);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
       keep_packed(values[r]);
       float v[kWidth];
       unpack(values[r], v);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        v[i] = fmaf(v[i], factor, add[i]);
-        if (!kRelu) v[i] = activate<T>(v[i], activation, gelu);
+        v[i] = fmaf(v[i], kScaled ? key.scale : 1.f, add[i]);
+        if (!kIsRelu<Kind>) v[i] = activate<T>(v[i], Kind(), gelu);
       }
-      store(y + tile.row(r) * columns + column, dropped.template apply_and_pack<T, kRelu>(v, r));
+      const auto pack = drop_and_pack<T, kIsRelu<Kind>>(v, masks[r], kScaled ? 1.f : key.scale, column);
+      if (r == 0 || r * turns.groups <= left) store_global(to, pack);
+      advance(to, r + 1 < kRows ? turns.near : turns.far);
     }
   });
-  if (inside) clear_unused<kWidth>(y, used, n, columns, column);
 }
 
 // Sets the gradients whose element of `values` is not above zero to zero.
@@ -91,7 +113,7 @@ __device__ __forceinline__ void clear_where_not_positive(Pack<T, kWidth>& grads,
 template <class T, class Kind>
 __device__ __forceinline__ void input_gradients(float (&d)[kPackWidth<T>], Pack<T, kPackWidth<T>> grads,
                                                 const Pack<T, kPackWidth<T>>& values, const float (&add)[kPackWidth<T>],
-                                                const DropoutKey& key, const Keep8& keep, int column,
+                                                const DropoutKey& key, const Masks8& masks, int column,
                                                 const Gelu& gelu) {
   constexpr int kWidth = kPackWidth<T>;
   if constexpr (kIsRelu<Kind>) {
@@ -100,15 +122,7 @@ __device__ __forceinline__ void input_gradients(float (&d)[kPackWidth<T>], Pack<
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) d[i] *= key.scale;
   } else {
-    if constexpr (kWidth == 8) {
-      clear_dropped(grads, keep);
-      unpack(grads, d);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) d[i] *= kIsFolded<T, Kind> ? 1.f : key.scale;
-    } else {
-      unpack(grads, d);
-      drop(d, keep, key.scale, column);
-    }
+    unpack_kept(grads, d, masks, kIsFolded<T, Kind> ? 1.f : key.scale, column);
     float v[kWidth];
     unpack(values, v);
 #pragma unroll
@@ -119,11 +133,11 @@ __device__ __forceinline__ void input_gradients(float (&d)[kPackWidth<T>], Pack<
 }
 
 template <class T, class Kind>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
+__global__ void __launch_bounds__(kTileThreads, kBackwardBlocks<Kind>)
     bias_activation_dropout_bwd_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
                                        const T* __restrict__ saved, const T* __restrict__ bias,
                                        const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
-                                       bool has_dbias, const Gelu gelu, Kind) {
+                                       bool has_dbias, const Gelu gelu, const Turns turns, Kind) {
   constexpr int kWidth = kPackWidth<T>;
   constexpr int kStages = kIsRelu<Kind> ? 4 : 3;  // rows of a thread on their way, the one it works on among them
   // Every thread fills and reads its own slots, so there are no barriers.
@@ -131,88 +145,39 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   const int column = tile_column<kWidth>(), thread = linear_thread();
   const bool inside = column < columns;
   const int64_t used = used_rows(rows, n);
-  const RowShare share = row_share(used, gridDim.y, blockIdx.y);
+  if (inside) clear_unused<kWidth>(dx, used, n, columns, column);
   const DropoutKey key = dropout_key(dropout);
-  const int step = static_cast<int>(blockDim.y);
   float add[kWidth] = {}, dbias[1][kWidth] = {};
   if (!kIsRelu<Kind> && bias != nullptr && inside) {
     load_floats(bias + column, add);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) add[i] *= gradient_scale<T>(Kind());
   }
-  const auto fetch = [&](int64_t row, int stage) {
-    if (inside && row < share.end) {
-      __pipeline_memcpy_async(&ring[stage][0][thread], dy + row * columns + column, 16);
-      __pipeline_memcpy_async(&ring[stage][1][thread], saved + row * columns + column, 16);
-    }
-    __pipeline_commit();
-  };
-  int64_t row = share.first + threadIdx.y;
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * turns.groups + threadIdx.y;
+  int64_t at = first * columns + column;
+  for_ring_turns<kStages>(
+      inside ? first : used, used, turns.step,
+      [&](int k, int stage) {
+        __pipeline_memcpy_async(&ring[stage][0][thread], dy + at + k * turns.far, 16);
+        __pipeline_memcpy_async(&ring[stage][1][thread], saved + at + k * turns.far, 16);
+      },
+      [&](uint32_t plane, uint32_t row, int stage) {
+        Masks8 masks = {};
+        if (!kIsRelu<Kind>) masks = masks8(key, plane, row, static_cast<uint32_t>(column) / 8);
+        __pipeline_wait_prior(kStages - 1);
+        Pack<T, kWidth> grads = ring[stage][0][thread], values = ring[stage][1][thread];
+        keep_packed(grads);  // or each word would be loaded where it is needed
+        keep_packed(values);
+        float d[kWidth];
+        input_gradients<T, Kind>(d, grads, values, add, key, masks, column, gelu);
+        store(dx + at, pack_floats<T>(d));
 #pragma unroll
-  for (int k = 0; k < kStages - 1; ++k) fetch(row + k * step, k);
-  for (int stage = 0; row < share.end; row += step, stage = stage + 1 == kStages ? 0 : stage + 1) {
-    fetch(row + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
-    const Keep8 keep = key.active() ? keep8(key, row, static_cast<uint32_t>(column) / 8) : keep_all();
-    __pipeline_wait_prior(kStages - 1);
-    if (!inside) continue;
-    float d[kWidth];
-    input_gradients<T, Kind>(d, ring[stage][0][thread], ring[stage][1][thread], add, key, keep, column, gelu);
-    store(dx + row * columns + column, pack_floats<T>(d));
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
-  }
-  if (inside) clear_unused<kWidth>(dx, used, n, columns, column);
+        for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
+        at += turns.far;
+      });
   if (has_dbias) {
     write_partial(workspace + static_cast<int64_t>(blockIdx.y) * columns, dbias,
                   static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, reinterpret_cast<float*>(ring));
-  }
-}
-
-template <class T>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
-    bias_activation_dropout_bwd_plain_kernel(T* __restrict__ dx, float* __restrict__ workspace,
-                                             const T* __restrict__ dy, const T* __restrict__ saved,
-                                             const T* __restrict__ bias, const int32_t* __restrict__ rows, int64_t n,
-                                             int columns, const Dropout dropout, bool has_dbias, const Gelu gelu,
-                                             Activation activation) {
-  __shared__ float scratch[kTileThreads];
-  constexpr int kRows = kTileRows / 2;  // two input tensors
-  const int column = tile_column<1>();
-  const bool inside = column < columns;
-  const int64_t used = used_rows(rows, n);
-  const DropoutKey key = dropout_key(dropout);
-  const float scale = gradient_scale<T>(activation);
-  const float add = bias != nullptr && inside ? to_float(bias[column]) * scale : 0.f;
-  float dbias[1][1] = {};
-  for_tiles<kRows>(used, [&](const Tile<kRows>& tile) {
-    T grads[kRows], values[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (inside && tile.is_used(r)) {
-        grads[r] = dy[tile.row(r) * columns + column];
-        values[r] = saved[tile.row(r) * columns + column];
-      }
-    }
-    const TileDropout<1, kRows> dropped(key, tile, column);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (!inside || !tile.is_used(r)) break;
-      float d[1] = {to_float(grads[r])};
-      dropped.apply(d, r);
-      const float v = to_float(values[r]);
-      if (activation == Activation::kRelu) {
-        d[0] = v > 0.f ? d[0] : 0.f;
-      } else {
-        d[0] *= activation_gradient<T>(fmaf(v, scale, add), activation, gelu);
-      }
-      dx[tile.row(r) * columns + column] = from_float<T>(d[0]);
-      dbias[0][0] += d[0];
-    }
-  });
-  if (inside) clear_unused<1>(dx, used, n, columns, column);
-  if (has_dbias) {
-    write_partial(workspace + static_cast<int64_t>(blockIdx.y) * columns, dbias,
-                  static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, scratch);
   }
 }
 
@@ -243,19 +208,21 @@ cudaError_t bias_activation_dropout_fwd(const TensorRef& y, const TensorRef& x, 
   return dispatch_type(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const Dropout dropout = make_dropout(seed, p, offset);
-    const auto launch = [&](auto kernel, int width, auto kind) {
-      // relu is held up by memory alone and is faster without the walk over tiles, the others with it.
-      const Tiles t = tiles(n, columns, width, kTileRows, kAnyRowBlocks,
-                            activation == Activation::kRelu ? kBlockATile : kCardfulBlocks);
-      kernel<<<t.grid, t.block, 0, stream>>>(y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns,
-                                             dropout, Gelu(kIsFolded<T, decltype(kind)> ? dropout.scale : 1.f), kind);
+    if (!masks_fit(dropout) || !packs_fit<T>(columns, y.data, x.data, bias.data)) {
+      const Tiles t = tiles(n, columns, 1, kTileRows, kAnyRowBlocks);
+      bias_activation_dropout_fwd_plain_kernel<T><<<t.grid, t.block, 0, stream>>>(
+          y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns, dropout, Gelu(1.f), activation);
       return cudaGetLastError();
-    };
-    if (!packs_fit<T>(columns, y.data, x.data, bias.data)) {
-      return launch(bias_activation_dropout_fwd_kernel<T, 1, Activation>, 1, activation);
     }
     return dispatch_activation(activation, [&](auto kind) {
-      return launch(bias_activation_dropout_fwd_kernel<T, kPackWidth<T>, decltype(kind)>, kPackWidth<T>, kind);
+      using Kind = decltype(kind);
+      constexpr int kRows = kForwardRows<Kind>;
+      const int64_t blocks = kIsRelu<Kind> ? kBlockATile : kForwardTurns * kForwardBlocks<T, Kind> * kMultiprocessors;
+      const Tiles t = tiles(n, columns, kPackWidth<T>, kRows, kAnyRowBlocks, blocks);
+      bias_activation_dropout_fwd_kernel<T><<<t.grid, t.block, 0, stream>>>(
+          y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns, dropout,
+          Gelu(kIsFolded<T, Kind> ? dropout.scale : 1.f), turns(t, kRows, columns), kind);
+      return cudaGetLastError();
     });
   });
 }
@@ -272,19 +239,23 @@ cudaError_t bias_activation_dropout_bwd(const TensorRef& dx, const TensorRef& db
   if (n > 0 && columns > 0) {
     const cudaError_t error = dispatch_type(dy.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
-      const auto launch = [&](auto kernel, int width, auto kind) {
-        const Tiles t = tiles(n, columns, width, kTileRows / 2, kMaxRowBlocks);
+      if (!masks_fit(dropout) || !packs_fit<T>(columns, dx.data, dy.data, saved.data, bias.data, workspace.data)) {
+        const Tiles t = tiles(n, columns, 1, kTileRows / 2, kMaxRowBlocks);
         row_blocks = static_cast<int>(t.grid.y);
-        kernel<<<t.grid, t.block, 0, stream>>>(
+        bias_activation_dropout_bwd_plain_kernel<T><<<t.grid, t.block, 0, stream>>>(
             dx.as<T>(), workspace.as<float>(), dy.as<T>(), saved.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns,
-            dropout, static_cast<bool>(dbias), Gelu(kIsFolded<T, decltype(kind)> ? dropout.scale : 1.f), kind);
+            dropout, static_cast<bool>(dbias), Gelu(1.f), activation);
         return cudaGetLastError();
-      };
-      if (!packs_fit<T>(columns, dx.data, dy.data, saved.data, bias.data, workspace.data)) {
-        return launch(bias_activation_dropout_bwd_plain_kernel<T>, 1, activation);
       }
       return dispatch_activation(activation, [&](auto kind) {
-        return launch(bias_activation_dropout_bwd_kernel<T, decltype(kind)>, kPackWidth<T>, kind);
+        using Kind = decltype(kind);
+        const Tiles t = tiles(n, columns, kPackWidth<T>, 1, kMaxRowBlocks, kBackwardGrid<Kind>);
+        row_blocks = static_cast<int>(t.grid.y);
+        bias_activation_dropout_bwd_kernel<T><<<t.grid, t.block, 0, stream>>>(
+            dx.as<T>(), workspace.as<float>(), dy.as<T>(), saved.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns,
+            dropout, static_cast<bool>(dbias), Gelu(kIsFolded<T, Kind> ? dropout.scale : 1.f), turns(t, 1, columns),
+            kind);
+        return cudaGetLastError();
       });
     });
     if (error != cudaSuccess) return error;

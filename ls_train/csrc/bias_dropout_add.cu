@@ -4,12 +4,18 @@
 //   Tiles of row_kernels.cuh, a block each, the bias pack in registers; bias and residual may be absent, which makes it
 //   dropout alone. Reads x and residual once, writes y once: 3 (without residual: 2) * N * C * sizeof(T) bytes.
 // bias_dropout_add_bwd_kernel
-//   Tiles with at most 264 row blocks, the column sums in registers. Reads dy once, writes dx once: 2 * N * C *
-//   sizeof(T) bytes (1 without dropout, where dx is dy itself and not written).
+//   Rows in packs, at most 264 row blocks that take them in turn, the column sums in registers. The next row of a
+//   thread is on its way into shared memory; with more of them memory is slower. Reads dy once, writes dx once: 2 * N *
+//   C * sizeof(T) bytes (1 without dropout, where dx is dy itself and not written).
+// bias_dropout_add_bwd_plain_kernel
+//   The same for rows that are no whole packs, in tiles. The same bytes.
 #include "row_kernels.cuh"
 
 namespace ls_train {
 namespace {
+
+// Blocks of the backward: as many as fit at a time, a power of two, so that turns of most shapes are whole.
+constexpr int64_t kBackwardGrid = 512;
 
 // kAdd: with bias or residual; without them, dropout alone.
 template <class T, int kWidth, bool kAdd>
@@ -62,35 +68,68 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   if (inside) clear_unused<kWidth>(y, used, n, columns, column);
 }
 
-template <class T, int kWidth>
+template <class T>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_dropout_add_bwd_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
-                                const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout) {
-  __shared__ alignas(16) float scratch[kTileThreads * kWidth];
-  const int column = tile_column<kWidth>();
+                                const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
+                                const Turns turns) {
+  constexpr int kWidth = kPackWidth<T>, kStages = 2;
+  // Every thread fills and reads its own slots, so there are no barriers.
+  __shared__ Pack<T, kWidth> ring[kStages][kTileThreads];
+  const int column = tile_column<kWidth>(), thread = linear_thread();
   const bool inside = column < columns;
   const int64_t used = used_rows(rows, n);
   const DropoutKey key = dropout_key(dropout);
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * turns.groups + threadIdx.y;
+  int64_t at = first * columns + column;
   float dbias[1][kWidth] = {};
+  if (dx != nullptr && inside) clear_unused<kWidth>(dx, used, n, columns, column);
+  for_ring_turns<kStages>(
+      inside ? first : used, used, turns.step,
+      [&](int k, int stage) { __pipeline_memcpy_async(&ring[stage][thread], dy + at + k * turns.far, 16); },
+      [&](uint32_t plane, uint32_t row, int stage) {
+        const Masks8 masks = masks8(key, plane, row, static_cast<uint32_t>(column) / 8);
+        __pipeline_wait_prior(kStages - 1);
+        Pack<T, kWidth> pack = ring[stage][thread];
+        keep_packed(pack);
+        float d[kWidth];
+        unpack_kept(pack, d, masks, key.scale, column);
+        if (dx != nullptr) store(dx + at, pack_floats<T>(d));
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
+        at += turns.far;
+      });
+  write_partial(workspace + static_cast<int64_t>(blockIdx.y) * columns, dbias,
+                static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, reinterpret_cast<float*>(ring));
+}
+
+template <class T>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
+    bias_dropout_add_bwd_plain_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
+                                      const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout) {
+  __shared__ float scratch[kTileThreads];
+  const int column = tile_column<1>();
+  const bool inside = column < columns;
+  const int64_t used = used_rows(rows, n);
+  const DropoutKey key = dropout_key(dropout);
+  float dbias[1][1] = {};
   for_tiles<kTileRows>(used, [&](const Tile<kTileRows>& tile) {
-    Pack<T, kWidth> values[kTileRows];
+    T values[kTileRows];
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
-      if (inside && tile.is_used(r)) values[r] = load_streaming<kWidth>(dy + tile.row(r) * columns + column);
+      if (inside && tile.is_used(r)) values[r] = dy[tile.row(r) * columns + column];
     }
-    const TileDropout<kWidth, kTileRows> dropped(key, tile, column);
+    const TileDropout<1, kTileRows> dropped(key, tile, column);
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r) {
       if (!inside || !tile.is_used(r)) break;
-      keep_packed(values[r]);
-      float d[kWidth];
-      dropped.unpack_and_apply(values[r], d, r);
-      if (dx != nullptr) store(dx + tile.row(r) * columns + column, pack_floats<T>(d));
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
+      float d[1] = {to_float(values[r])};
+      dropped.apply(d, r);
+      if (dx != nullptr) dx[tile.row(r) * columns + column] = from_float<T>(d[0]);
+      dbias[0][0] += d[0];
     }
   });
-  if (dx != nullptr && inside) clear_unused<kWidth>(dx, used, n, columns, column);
+  if (dx != nullptr && inside) clear_unused<1>(dx, used, n, columns, column);
   write_partial(workspace + static_cast<int64_t>(blockIdx.y) * columns, dbias,
                 static_cast<int64_t>(blockIdx.x) * blockDim.x, columns, scratch);
 }
@@ -142,16 +181,19 @@ cudaError_t bias_dropout_add_bwd(const TensorRef& dx, const TensorRef& dbias, co
   if (n > 0 && columns > 0) {
     const cudaError_t error = dispatch_type(dy.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
-      const auto launch = [&](auto kernel, int width) {
-        const Tiles t = tiles(n, columns, width, kTileRows, kMaxRowBlocks);
+      if (masks_fit(dropout) && packs_fit<T>(columns, dx.data, dy.data, workspace.data)) {
+        const Tiles t = tiles(n, columns, kPackWidth<T>, 1, kMaxRowBlocks, kBackwardGrid);
         row_blocks = static_cast<int>(t.grid.y);
-        kernel<<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(), rows.as<int32_t>(), n,
-                                               columns, dropout);
-        return cudaGetLastError();
-      };
-      return packs_fit<T>(columns, dx.data, dy.data, workspace.data)
-                 ? launch(bias_dropout_add_bwd_kernel<T, kPackWidth<T>>, kPackWidth<T>)
-                 : launch(bias_dropout_add_bwd_kernel<T, 1>, 1);
+        bias_dropout_add_bwd_kernel<T><<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(),
+                                                                       rows.as<int32_t>(), n, columns, dropout,
+                                                                       turns(t, 1, columns));
+      } else {
+        const Tiles t = tiles(n, columns, 1, kTileRows, kMaxRowBlocks);
+        row_blocks = static_cast<int>(t.grid.y);
+        bias_dropout_add_bwd_plain_kernel<T><<<t.grid, t.block, 0, stream>>>(
+            dx.as<T>(), workspace.as<float>(), dy.as<T>(), rows.as<int32_t>(), n, columns, dropout);
+      }
+      return cudaGetLastError();
     });
     if (error != cudaSuccess) return error;
   }

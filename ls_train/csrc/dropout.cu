@@ -50,7 +50,8 @@ class RunDecisions {
     uint32_t group = at - rows.groups.divide(at) * groups_;
     row += rows.groups.divide(at);
     for (; at <= last; at += kRunThreads) {
-      bytes_[at] = static_cast<uint8_t>(keep8(key, row, group).bits());
+      const uint32_t plane = static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32);
+      bytes_[at] = static_cast<uint8_t>(masks8(key, plane, static_cast<uint32_t>(row), group).bits());
       row += rows_a_step;
       group += groups_a_step;
       if (group >= groups_) {
@@ -123,12 +124,11 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocks)
   const int first = static_cast<int>(threadIdx.x) * kWidth;
   x += start;
   y += start;
-  Pack<T, kWidth> packs[kRunPacks];
+  uint4 packs[kRunPacks] = {};  // not Pack: zeros of half-precision elements would be merged with what arrives
 #pragma unroll
   for (int k = 0; k < kRunPacks; ++k) {
     const int at = first + k * kStep;
-    packs[k] = zero_pack<T, kWidth>();
-    if (at < in_use && at + kWidth <= length) packs[k] = load_streaming<kWidth>(x + at);
+    if (at < in_use && at + kWidth <= length) packs[k] = __ldcs(reinterpret_cast<const uint4*>(x + at));
   }
   const DropoutKey key = dropout_key(dropout);
   // start = (blockIdx.x / columns * columns + blockIdx.x % columns) * kRun, where the second product has 31 bits.
@@ -145,7 +145,10 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocks)
     if (at + kWidth > length) break;
     uint32_t kept = key.active() ? decisions.template get<kWidth>(row, column) : 0xffu;
     if (in_use - at < kWidth) kept &= (1u << max(0, in_use - at)) - 1;
-    store(y + at, kept_elements<T, kWidth>(packs[k], key.scale, kept));
+    Pack<T, kWidth> pack;
+    reinterpret_cast<uint4&>(pack) = packs[k];
+    keep_packed(pack);
+    store(y + at, kept_elements(pack, key.scale, kept));
     row += rows_a_step;
     column += columns_a_step;
     if (column >= columns) {
@@ -169,8 +172,9 @@ cudaError_t dropout_fwd(const TensorRef& y, const TensorRef& x, const TensorRef&
   const int columns = static_cast<int>(x.sizes[1]);
   const int64_t width = x.dtype == DType::kFloat32 ? kPackWidth<float> : kPackWidth<half>;
   const int64_t blocks = ceil_div(n * columns, width * kRunThreads * kRunPacks);
+  const Dropout dropout = make_dropout(seed, p, offset);
   const bool as_run = columns % width != 0 && columns <= kMaxRunColumns && aligned16(x.data) && aligned16(y.data) &&
-                      blocks <= INT32_MAX;
+                      blocks <= INT32_MAX && masks_fit(dropout);
   if (!as_run || blocks == 0) {
     const TensorRef none;
     return bias_dropout_add_fwd(y, x, none, none, seed, rows, p, offset, stream);
@@ -178,7 +182,7 @@ cudaError_t dropout_fwd(const TensorRef& y, const TensorRef& x, const TensorRef&
   return dispatch_type(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     dropout_run_kernel<T><<<static_cast<unsigned>(blocks), kRunThreads, 0, stream>>>(
-        y.as<T>(), x.as<T>(), rows.as<int32_t>(), n, RunRows(columns), make_dropout(seed, p, offset));
+        y.as<T>(), x.as<T>(), rows.as<int32_t>(), n, RunRows(columns), dropout);
     return cudaGetLastError();
   });
 }

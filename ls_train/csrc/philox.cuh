@@ -1,6 +1,7 @@
 // Dropout: Philox 4x32-10 as in ls_train/rng.py, which explains counters and lanes. Keep masks are equal bit for bit.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -24,6 +25,9 @@ inline Dropout make_dropout(const TensorRef& seed, double p, int64_t offset) {
   return {seed.as<const int64_t>(), static_cast<uint32_t>(offset), static_cast<uint32_t>(dropped),
           static_cast<float>(scale)};
 }
+
+// Whether masks8 can decide: rates up to 0.96875.
+inline bool masks_fit(const Dropout& dropout) { return dropout.threshold <= 0x7c00u; }
 
 struct DropoutKey {  // what a thread keeps in registers
   static constexpr uint32_t kKeepAll = 0x80008000u;
@@ -80,11 +84,23 @@ struct Keep8 {
   __device__ __forceinline__ uint32_t mask(int pair) const { return permute(word[pair], 0xbb99); }
 };
 
+// Decisions as masks: half i % 2 of word i / 2 is 0xffff where lane i is kept, else 0.
+struct Masks8 : Keep8 {
+  __device__ __forceinline__ uint32_t bits() const {
+    const uint32_t halves = (word[0] & 0x20001u) | (word[1] & 0x80004u) | (word[2] & 0x200010u) | (word[3] & 0x800040u);
+    return (halves | halves >> 16) & 0xffu;
+  }
+};
+
 __device__ __forceinline__ Keep8 keep_all() {
   return {{DropoutKey::kKeepAll, DropoutKey::kKeepAll, DropoutKey::kKeepAll, DropoutKey::kKeepAll}};
 }
 
-__device__ __forceinline__ Keep8 keep8_plane(const DropoutKey& key, uint32_t plane, uint32_t row, uint32_t group) {
+struct Lanes8 {  // what the generator gives: a lane in 15 bits of each half of a word, bit 15 is left over
+  uint32_t word[4];
+};
+
+__device__ __forceinline__ Lanes8 lanes8(const DropoutKey& key, uint32_t plane, uint32_t row, uint32_t group) {
   uint32_t c0 = group, c1 = row, c2 = plane, c3 = key.offset, k0 = key.key0, k1 = key.key1;
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
@@ -97,8 +113,30 @@ __device__ __forceinline__ Keep8 keep8_plane(const DropoutKey& key, uint32_t pla
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  constexpr uint32_t kLanes = 0x7fff7fffu;
-  return {{(c0 & kLanes) + key.lift, (c1 & kLanes) + key.lift, (c2 & kLanes) + key.lift, (c3 & kLanes) + key.lift}};
+  return {{c0, c1, c2, c3}};
+}
+
+__device__ __forceinline__ Keep8 keep8_plane(const DropoutKey& key, uint32_t plane, uint32_t row, uint32_t group) {
+  const Lanes8 lanes = lanes8(key, plane, row, group);
+  Keep8 keep;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) keep.word[i] = (lanes.word[i] & 0x7fff7fffu) + key.lift;
+  return keep;
+}
+
+// The same decisions, for dropout that masks_fit, with a third of the instructions after the generator's: lanes are
+// compared with the threshold as float16, which are ordered as their bits are. Lanes beyond infinity's are NaN, for
+// which "not less" is true as well. The absolute value, which bit 15 is no part of, is free.
+__device__ __forceinline__ Masks8 masks8(const DropoutKey& key, uint32_t plane, uint32_t row, uint32_t group) {
+  const Lanes8 lanes = lanes8(key, plane, row, group);
+  const uint32_t threshold = DropoutKey::kKeepAll - key.lift;
+  Masks8 masks;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    masks.word[i] = __hgeu2_mask(__habs2(reinterpret_cast<const __half2&>(lanes.word[i])),
+                                 reinterpret_cast<const __half2&>(threshold));
+  }
+  return masks;
 }
 
 // Row-wise operators: elements 8 * group to 8 * group + 7 of a row.
@@ -113,6 +151,14 @@ __device__ __forceinline__ void clear_dropped(Pack& pack, const Keep8& keep) {
   uint32_t* words = reinterpret_cast<uint32_t*>(&pack);
 #pragma unroll
   for (int i = 0; i < 4; ++i) words[i] &= keep.mask(i);
+}
+
+template <class Pack>
+__device__ __forceinline__ void clear_dropped(Pack& pack, const Masks8& masks) {
+  static_assert(sizeof(Pack) == 16 && sizeof(pack.v[0]) == 2);
+  uint32_t* words = reinterpret_cast<uint32_t*>(&pack);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] &= masks.word[i];
 }
 
 // Applies dropout to kWidth elements of a row; kWidth divides 8 and column is a multiple of it.

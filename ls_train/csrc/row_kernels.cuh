@@ -2,10 +2,13 @@
 //
 // Three layouts:
 // - Row groups: `lanes` neighbouring threads (a power of two) share one row and reduce over it.
-// - Tiles: a thread owns one pack column and walks down rows; nothing is reduced over a row.
+// - Tiles: a thread owns one pack column and walks down rows, which blocks take in turn or in shares; nothing is
+//   reduced over a row.
 // - Column sums: every row block adds its rows in a fixed order into one row of the workspace, [sum][row block][C], and
 //   finish_column_sums adds these in a fixed order into the gradients. No atomics: two runs give the same bits.
 #pragma once
+
+#include <cuda_pipeline.h>
 
 #include <algorithm>
 
@@ -47,20 +50,31 @@ constexpr int kTileBlocks = 3;
 constexpr int kTileBlocks = 4;
 #endif
 
+// `blocks`, or as many as a multiprocessor of the target has threads and registers for.
+constexpr int tile_blocks(int blocks) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  return blocks < 2 ? blocks : 2;
+#else
+  return blocks;
+#endif
+}
+
 constexpr int kAnyRowBlocks = 65535;  // what a grid can have
 
 // How many blocks share the tiles. A constant and not what the card has, so that a sum has the same order of additions
 // on every card.
 constexpr int64_t kCardfulBlocks = 1056;           // eight on each of 132 multiprocessors, each walks over its tiles
 constexpr int64_t kBlockATile = int64_t{1} << 40;  // one a tile, as far as a grid can have them
+constexpr int64_t kMultiprocessors = 132;          // for as many blocks as fit at a time
 
 struct Tiles {
   dim3 block;  // (pack columns, rows)
   dim3 grid;   // (column blocks, row blocks)
 };
 
-// At most about `blocks` blocks and max_row_blocks of them one below another, for tiles of rows_a_thread rows a thread;
-// of fewer rows where there would not be a block for every second multiprocessor.
+// At most `blocks` blocks, unless the columns alone need more (one more than fit at a time would run alone at the end),
+// and max_row_blocks of them one below another, for tiles of rows_a_thread rows a thread; of fewer rows where there
+// would not be a block for every second multiprocessor.
 inline Tiles tiles(int64_t rows, int64_t columns, int width, int rows_a_thread, int max_row_blocks,
                    int64_t blocks = kCardfulBlocks) {
   const int64_t packs = ceil_div(columns, static_cast<int64_t>(width));
@@ -71,10 +85,81 @@ inline Tiles tiles(int64_t rows, int64_t columns, int width, int rows_a_thread, 
   while (rows_a_thread > 1 && column_blocks * ceil_div(rows, groups * rows_a_thread) <= kCardfulBlocks / 16) {
     rows_a_thread /= 2;
   }
-  const int64_t row_blocks = std::min({std::max<int64_t>(1, ceil_div(blocks, column_blocks)),
+  const int64_t row_blocks = std::min({std::max<int64_t>(1, blocks / column_blocks),
                                        static_cast<int64_t>(max_row_blocks), ceil_div(rows, groups * rows_a_thread)});
   return {dim3(lanes, static_cast<unsigned>(groups)),
           dim3(static_cast<unsigned>(column_blocks), static_cast<unsigned>(row_blocks))};
+}
+
+// Rows that blocks take in turn, so that memory is gone over from one end to the other. The host computes the
+// distances, which are constants of instructions then.
+struct Turns {
+  uint32_t groups, step;  // rows between two of a thread's tile, and between the first ones of two tiles
+  int64_t near, far;      // elements between two rows of a tile, and from a tile's last row to the next one's first
+};
+
+inline Turns turns(const Tiles& t, int rows_a_thread, int columns) {
+  const uint32_t groups = t.block.y, step = groups * t.grid.y * static_cast<uint32_t>(rows_a_thread);
+  const int64_t near = static_cast<int64_t>(groups) * columns;
+  return {groups, step, near, static_cast<int64_t>(step) * columns - near * (rows_a_thread - 1)};
+}
+
+// Calls body(plane, row, left) for the first row of each of a thread's tiles; row: its lower half, left: how many used
+// rows of its plane follow it. first: the thread's first row.
+template <class Body>
+__device__ __forceinline__ void for_turns(int64_t first, int64_t used, uint32_t step, Body&& body) {
+  while (first < used) {
+    const uint32_t plane = static_cast<uint32_t>(static_cast<uint64_t>(first) >> 32);
+    uint32_t row = static_cast<uint32_t>(first);
+    uint32_t left = static_cast<uint32_t>(min(used, (static_cast<int64_t>(plane) + 1) << 32) - 1 - first);
+#pragma unroll 1
+    for (;;) {
+      body(plane, row, left);
+      if (left < step) break;
+      left -= step;
+      row += step;
+    }
+    first = (static_cast<int64_t>(plane) << 32 | row) + step;
+  }
+}
+
+// The same for single rows that go through shared memory, kStages at a time: fetch(k, stage) asks for the row that is k
+// turns ahead with __pipeline_memcpy_async, body(plane, row, stage) waits for its row with
+// __pipeline_wait_prior(kStages - 1).
+template <int kStages, class Fetch, class Body>
+__device__ __forceinline__ void for_ring_turns(int64_t first, int64_t used, uint32_t step, Fetch&& fetch, Body&& body) {
+  const auto ask = [&](uint32_t left, int k, int stage) {
+    if (left >= k * step) fetch(k, stage);
+    __pipeline_commit();
+  };
+  while (first < used) {
+    const uint32_t plane = static_cast<uint32_t>(static_cast<uint64_t>(first) >> 32);
+    uint32_t row = static_cast<uint32_t>(first);
+    uint32_t left = static_cast<uint32_t>(min(used, (static_cast<int64_t>(plane) + 1) << 32) - 1 - first);
+#pragma unroll
+    for (int k = 0; k < kStages - 1; ++k) ask(left, k, k);
+#pragma unroll 1
+    for (bool more = true; more;) {
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage) {
+        ask(left, kStages - 1, (stage + kStages - 1) % kStages);
+        body(plane, row, stage);
+        more = left >= step;
+        if (!more) break;
+        left -= step;
+        row += step;
+      }
+    }
+    first = (static_cast<int64_t>(plane) << 32 | row) + step;
+  }
+}
+
+// p + distance. Hides what it comes from: the compiler would compute every row's address anew. Nor does it know that p
+// is of global memory then: store_global.
+template <class T>
+__device__ __forceinline__ void advance(T*& p, int64_t distance) {
+  p += distance;
+  asm volatile("" : "+l"(p));
 }
 
 template <int kWidth>
@@ -135,8 +220,8 @@ __device__ __forceinline__ void clear_unused(T* y, int64_t used, int64_t n, int 
 }
 
 // The pack that dropout makes of x (kPositive: of max(x, 0)), with fewer instructions for 16-bit types.
-template <class T, bool kPositive = false, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> drop_and_pack(float (&x)[kWidth], const Keep8& keep, float scale,
+template <class T, bool kPositive = false, int kWidth, class Keep>
+__device__ __forceinline__ Pack<T, kWidth> drop_and_pack(float (&x)[kWidth], const Keep& keep, float scale,
                                                          int column) {
   if constexpr (kWidth == 8) {
 #pragma unroll
@@ -147,6 +232,21 @@ __device__ __forceinline__ Pack<T, kWidth> drop_and_pack(float (&x)[kWidth], con
   Pack<T, kWidth> pack = kPositive ? pack_positive_parts<T>(x) : pack_floats<T>(x);
   if constexpr (kWidth == 8) clear_dropped(pack, keep);
   return pack;
+}
+
+// The elements x of a pack after dropout.
+template <class T, int kWidth>
+__device__ __forceinline__ void unpack_kept(Pack<T, kWidth> pack, float (&x)[kWidth], const Masks8& masks, float scale,
+                                            int column) {
+  if constexpr (kWidth == 8) {
+    clear_dropped(pack, masks);
+    unpack(pack, x);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) x[i] *= scale;
+  } else {
+    unpack(pack, x);
+    drop(x, masks, scale, column);
+  }
 }
 
 // Dropout of the rows of a tile, decided for all of them at once, while their elements are on the way. With kWidth 1

@@ -67,6 +67,20 @@ class RunDropout {
   uint32_t words_[kRunGroups<T> / 4];
 };
 
+// Copies the run's part of each tensor to shared memory, one behind another, decides about its elements while they are
+// on their way and waits for them.
+template <class T, class... Tensors>
+__device__ __forceinline__ RunDropout<T> fetch_and_decide(const Run<T>& run, const Dropout& dropout, T* to,
+                                                          const Tensors*... tensors) {
+  const int length = static_cast<int>(blockDim.y) * run.keys;  // a whole number of packs
+  ((run.fetch(to, tensors), to += length), ...);
+  __pipeline_commit();
+  const RunDropout<T> decisions(dropout_key(dropout), run);
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  return decisions;
+}
+
 template <class T>
 struct alignas(2 * sizeof(T)) Result {
   T prob, y;
@@ -120,12 +134,7 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocks)
   constexpr int kWidth = kPackWidth<T>;
   const Run<T> run(a.rows, a.keys, aligned);
   const int start = static_cast<int>(threadIdx.y) * a.keys;
-  run.fetch(reinterpret_cast<T*>(memory), a.x);
-  __pipeline_commit();
-  const DropoutKey key = dropout_key(a.dropout);
-  const RunDropout<T> dropout(key, run);
-  __pipeline_wait_prior(0);
-  __syncthreads();
+  const RunDropout<T> dropout = fetch_and_decide(run, a.dropout, reinterpret_cast<T*>(memory), a.x);
   T* const scores = reinterpret_cast<T*>(memory) + start;
   if (a.causal || a.padding != nullptr) {
     const int visible = run.live ? a.visible(run.row) : 0;
@@ -163,7 +172,7 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocks)
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[k][i] *= scale;
     Result<T> group[8];
-    results(group, v[k], key.scale, dropout.group(k));
+    results(group, v[k], a.dropout.scale, dropout.group(k));
     store_group(out + start + run.column(k), group, run.live ? a.keys - run.column(k) : 0);
   }
   __syncthreads();
@@ -197,15 +206,9 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocks)
   constexpr int kWidth = kPackWidth<T>;
   const Run<T> run(a.rows, a.keys, aligned);
   T* const grads = reinterpret_cast<T*>(memory);
-  T* const probs = grads + static_cast<int>(blockDim.y) * a.keys;  // a whole number of packs
+  T* const probs = grads + static_cast<int>(blockDim.y) * a.keys;
   const int start = static_cast<int>(threadIdx.y) * a.keys;
-  run.fetch(grads, a.dy);
-  run.fetch(probs, a.probs);
-  __pipeline_commit();
-  const DropoutKey key = dropout_key(a.dropout);
-  const RunDropout<T> dropout(key, run);
-  __pipeline_wait_prior(0);
-  __syncthreads();
+  const RunDropout<T> dropout = fetch_and_decide(run, a.dropout, grads, a.dy, a.probs);
   float d[kRunGroups<T>][8], p[8];
   float total = 0.f;
 #pragma unroll
@@ -228,7 +231,7 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocks)
     const int at = start + run.column(k), left = a.keys - run.column(k);
     T dx[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) dx[i] = from_float<T>(to_float(probs[at + i]) * ((d[k][i] - total) * key.scale));
+    for (int i = 0; i < 8; ++i) dx[i] = from_float<T>(to_float(probs[at + i]) * ((d[k][i] - total) * a.dropout.scale));
     store_group(grads + at, dx, run.live ? left : 0);
   }
   __syncthreads();

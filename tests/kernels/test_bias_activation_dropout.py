@@ -10,7 +10,7 @@ from ls_train.ops import bias_activation_dropout
 from ls_train.ops.bias_activation_dropout import ACTIVATIONS, bias_activation_dropout_workspace
 from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch, gpus
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_a_card, on_every_type, run, seed_tensor
-from tests.kernels.test_dropout import kept
+from tests.kernels.test_dropout import RATES, kept
 
 NATIVE = {
     "relu": F.relu,
@@ -49,7 +49,7 @@ class TestLeaf(LeafContract):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 # The last: blocks that walk over several tiles.
-@pytest.mark.parametrize("shape", [*ROW_SHAPES, *on_a_card((5000, 256))])
+@pytest.mark.parametrize("shape", [*ROW_SHAPES, *on_a_card((3000, 1024))])
 def test_matches_torch(shape: tuple[int, int], p: float, activation: str, device: str, dtype: torch.dtype) -> None:
     x = torch.randn(shape, device=device).to(dtype)
     bias = torch.randn(shape[1], device=device).to(dtype)
@@ -59,6 +59,23 @@ def test_matches_torch(shape: tuple[int, int], p: float, activation: str, device
         lambda x, b: kept(NATIVE[activation](x + b), 11, 4, p),
         (x, bias),
     )
+
+
+@on_every_type
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("p", RATES)
+@pytest.mark.parametrize("columns", [72, 71], ids=["packs", "single"])
+def test_masks_of_every_rate(columns: int, p: float, activation: str, device: str, dtype: torch.dtype) -> None:
+    x = torch.ones(61, columns, device=device, dtype=dtype)
+    y, dx = torch.empty_like(x), torch.empty_like(x)
+    seed = seed_tensor(5, device)
+    site = (None, seed, None, p, 3, activation)
+    torch.ops.ls_train.bias_activation_dropout_fwd(y, x, *site)
+    saved = y if activation == "relu" else x
+    torch.ops.ls_train.bias_activation_dropout_bwd(dx, None, None, None, x, saved, *site, False)
+    mask = kept(x, 5, 3, p) != 0
+    assert torch.equal(y != 0, mask)
+    assert torch.equal(dx != 0, mask)
 
 
 @on_every_type

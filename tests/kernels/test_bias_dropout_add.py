@@ -5,9 +5,9 @@ import torch
 
 from ls_train.ops import bias_dropout_add
 from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
-from ls_train.testing import ROW_SHAPES, assert_matches_torch
+from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_a_card, on_every_type, seed_tensor
-from tests.kernels.test_dropout import kept
+from tests.kernels.test_dropout import RATES, kept
 
 
 class TestLeaf(LeafContract):
@@ -41,6 +41,20 @@ def test_matches_torch(shape: tuple[int, int], p: float, device: str, dtype: tor
         lambda x, b, r: r + kept(x + b, 11, 4, p),
         (x, bias, residual),
     )
+
+
+@on_every_type
+@pytest.mark.parametrize("p", RATES)
+@pytest.mark.parametrize("columns", [72, 71], ids=["packs", "single"])
+def test_masks_of_every_rate(columns: int, p: float, device: str, dtype: torch.dtype) -> None:
+    x = torch.ones(61, columns, device=device, dtype=dtype)
+    dx, dbias = torch.empty_like(x), torch.empty(columns, device=device, dtype=dtype)
+    workspace = torch.empty(bias_dropout_add_workspace(*x.shape), device=device)
+    seed = seed_tensor(5, device)
+    torch.ops.ls_train.bias_dropout_add_bwd(dx, dbias, workspace, None, x, seed, None, p, 3, False)
+    reference = kept(x.double(), 5, 3, p)
+    assert torch.equal(dx, reference.to(dtype))
+    assert_accurate(dbias, reference.sum(0), dtype, reference.sum(0).to(dtype))
 
 
 @on_every_type

@@ -37,8 +37,13 @@ def test_matches_torch(shape: tuple[int, int], device: str, dtype: torch.dtype) 
     assert_matches_torch(lambda x: dropout(x, 0.3, seed, 7), lambda x: kept(x, -5, 7, 0.3), (x,))
 
 
+RATES = (0.0, 2.0**-15, 7 * 2.0**-15, 657 * 2.0**-15, 0.1, 0.5, 0.96875, 0.9688, 0.999, 1.0)
+"""Around what kernels compare as float16: subnormal numbers, infinity, beyond. With the seeds of the tests there are
+lanes equal to the thresholds 7 and 657."""
+
+
 @on_every_type
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("p", RATES)
 def test_mask_is_the_reference_mask(p: float, device: str, dtype: torch.dtype) -> None:
     y = dropout(torch.ones(61, 203, device=device, dtype=dtype), p, seed_tensor(1 << 40, device), (1 << 32) - 1)
     mask = rng.keep_mask(torch.tensor([1 << 40]), (1 << 32) - 1, 61, 203, p)
