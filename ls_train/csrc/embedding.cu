@@ -1,8 +1,13 @@
 // y = dropout(scale * weight[token] + position_weight[position]); the gradient of the tables is in embedding_bwd.cu.
 //
+// Both kernels take a warp a row, for narrow rows several. They read one table row (and a position row, mostly from L2)
+// a token and write y once: 2 * N * C * sizeof(T) bytes. An id outside its table makes the row NaN.
+//
 // embedding_fwd_kernel
-//   A warp a row, for narrow rows several. Reads one table row (and a position row, mostly from L2) a token, writes y
-//   once: 2 * N * C * sizeof(T) bytes. An id outside its table makes the row NaN.
+//   For aligned rows and dropout that masks8 can decide. What is dropped is decided while rows are on their way and
+//   waits for them in one register a pack.
+// embedding_fwd_plain_kernel
+//   Element by element.
 #include "row_kernels.cuh"
 
 namespace ls_train {
@@ -23,50 +28,113 @@ struct EmbeddingForward {
 };
 
 constexpr int kForwardThreads = 256;
-constexpr int kForwardPacks = 4;  // of each table that a thread has under way
+constexpr int kForwardPacks = 4;  // of a row that a thread has under way
+constexpr int kEarlyPlaces = 2;   // of the position's row, which is near, that are asked for before they can be used
 
+struct Ids {                // of a row
+  int64_t token, position;  // negative where one of them is not in its table
+};
+
+template <class T>
+__device__ __forceinline__ Ids ids_of(const EmbeddingForward<T>& a, int64_t row) {
+  const Ids ids = {a.tokens[row], a.position_weight != nullptr ? a.positions[row] : 0};
+  const bool valid = ids.token >= 0 && ids.token < a.vocabulary && ids.position >= 0 &&
+                     (a.position_weight == nullptr || ids.position < a.position_count);
+  return valid ? ids : Ids{-1, -1};
+}
+
+// What an unused row is (zeros) or one with an id outside its table (NaN).
 template <class T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> no_row(bool is_used) {
+  Pack<T, kWidth> fill;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) fill.v[i] = from_float<T>(is_used ? __int_as_float(0x7fc00000) : 0.f);
+  return fill;
+}
+
+// Masks of a thread's packs in one word: pair i of pack k has bits 4 * k + i from the top of each half.
+__device__ __forceinline__ void join(uint32_t& joined, int k, const Masks8& masks) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) joined |= masks.word[i] & (0x80008000u >> (4 * k + i));
+}
+// Of words of Keep8 bits 15 and 31 alone are needed.
+__device__ __forceinline__ Keep8 split(uint32_t joined, int k) {
+  Keep8 keep;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) keep.word[i] = joined << (4 * k + i);
+  return keep;
+}
+
+template <class T>
 __global__ void __launch_bounds__(kForwardThreads, kTileBlocks) embedding_fwd_kernel(const EmbeddingForward<T> a) {
+  constexpr int kWidth = kPackWidth<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= a.n) return;
-  // Asked for before it is known whether the row is used.
-  const int64_t token = a.tokens[row], position = a.position_weight != nullptr ? a.positions[row] : 0;
+  const Ids ids = ids_of(a, row);  // asked for before it is known whether the row is used
   const bool is_used = row < used_rows(a.rows, a.n);
   const DropoutKey key = dropout_key(a.dropout);
-  const bool valid = token >= 0 && token < a.vocabulary && position >= 0 &&
-                     (a.position_weight == nullptr || position < a.position_count);
-  const T* word = a.weight + token * a.columns;
-  const T* place = a.position_weight + position * a.columns;
-  const int step = static_cast<int>(blockDim.x) * kWidth;
-  for (int first = static_cast<int>(threadIdx.x) * kWidth; first < a.columns; first += kForwardPacks * step) {
+  const int start = static_cast<int>(threadIdx.x) * kWidth, step = static_cast<int>(blockDim.x) * kWidth;
+  T* const y = a.y + row * a.columns;
+  if (!is_used || ids.token < 0) {
+    for (int column = start; column < a.columns; column += step) store(y + column, no_row<T, kWidth>(is_used));
+    return;
+  }
+  const T* const word = a.weight + ids.token * a.columns;
+  const T* const place = a.position_weight + ids.position * a.columns;
+#pragma unroll 1
+  for (int first = start; first < a.columns; first += kForwardPacks * step) {
     Pack<T, kWidth> values[kForwardPacks], places[kForwardPacks];
+    const auto load_place = [&](int k) {
+      places[k] = load_if(a.position_weight != nullptr && first + k * step < a.columns, place + first + k * step);
+    };
 #pragma unroll
     for (int k = 0; k < kForwardPacks; ++k) {
-      const int column = first + k * step;
-      values[k] = places[k] = zero_pack<T, kWidth>();
-      if (valid && column < a.columns) {
-        values[k] = load<kWidth>(word + column);
-        if (a.position_weight != nullptr) places[k] = load<kWidth>(place + column);
+      values[k] = load_if(first + k * step < a.columns, word + first + k * step);
+      if (k < kEarlyPlaces) load_place(k);
+    }
+    uint32_t kept = ~0u;
+    if (key.active()) {  // while the rows are on their way
+      kept = 0;
+#pragma unroll
+      for (int k = 0; k < kForwardPacks; ++k) {
+        join(kept, k,
+             masks8(key, static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32), static_cast<uint32_t>(row),
+                    static_cast<uint32_t>(first + k * step) / 8));
       }
     }
 #pragma unroll
     for (int k = 0; k < kForwardPacks; ++k) {
       const int column = first + k * step;
-      if (column >= a.columns) break;
-      keep_packed(values[k]);
-      keep_packed(places[k]);
       float v[kWidth], p[kWidth];
-      unpack(values[k], v);
       unpack(places[k], p);
+      if (k + kEarlyPlaces < kForwardPacks) load_place(k + kEarlyPlaces);
+      unpack(values[k], v);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v[i] = fmaf(a.scale, v[i], p[i]);
-      drop(v, key, row, column);
-      if (!valid || !is_used) {
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) v[i] = is_used ? __int_as_float(0x7fc00000) : 0.f;
-      }
-      store(a.y + row * a.columns + column, pack_floats<T>(v));
+      if (column < a.columns) store_global(y + column, drop_and_pack<T>(v, split(kept, k), key.scale, column));
     }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kForwardThreads) embedding_fwd_plain_kernel(const EmbeddingForward<T> a) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= a.n) return;
+  const Ids ids = ids_of(a, row);
+  const bool is_used = row < used_rows(a.rows, a.n);
+  const DropoutKey key = dropout_key(a.dropout);
+  T* const y = a.y + row * a.columns;
+#pragma unroll 4
+  for (int column = static_cast<int>(threadIdx.x); column < a.columns; column += static_cast<int>(blockDim.x)) {
+    if (!is_used || ids.token < 0) {
+      store(y + column, no_row<T, 1>(is_used));
+      continue;
+    }
+    const float place =
+        a.position_weight != nullptr ? to_float(a.position_weight[ids.position * a.columns + column]) : 0.f;
+    float v[1] = {fmaf(a.scale, to_float(a.weight[ids.token * a.columns + column]), place)};
+    drop(v, key, row, column);
+    y[column] = from_float<T>(v[0]);
   }
 }
 
@@ -98,9 +166,9 @@ cudaError_t embedding_fwd(const TensorRef& y, const TensorRef& tokens, const Ten
       kernel<<<static_cast<unsigned>(ceil_div<int64_t>(a.n, groups)), dim3(lanes, groups), 0, stream>>>(a);
       return cudaGetLastError();
     };
-    return packs_fit<T>(a.columns, y.data, weight.data, position_weight.data)
-               ? launch(embedding_fwd_kernel<T, kPackWidth<T>>, kPackWidth<T>)
-               : launch(embedding_fwd_kernel<T, 1>, 1);
+    return packs_fit<T>(a.columns, y.data, weight.data, position_weight.data) && masks_fit(a.dropout)
+               ? launch(embedding_fwd_kernel<T>, kPackWidth<T>)
+               : launch(embedding_fwd_plain_kernel<T>, 1);
   });
 }
 
