@@ -20,8 +20,9 @@ struct Argument {
   Type type;
   const char* shape;
   bool optional = false;
-  bool strided = false;  // only the last dimension must be contiguous
-  bool host = false;     // in host memory
+  bool strided = false;     // only the last dimension must be contiguous
+  bool host = false;        // in host memory
+  bool any_layout = false;  // not even that
 };
 
 constexpr Argument optional(Argument argument) {
@@ -36,6 +37,11 @@ constexpr Argument strided(Argument argument) {
 
 constexpr Argument host(Argument argument) {
   argument.host = true;
+  return argument;
+}
+
+constexpr Argument any_layout(Argument argument) {
+  argument.any_layout = true;
   return argument;
 }
 
@@ -105,6 +111,7 @@ inline bool fits_shape(const Argument& argument, const TensorRef& t, Sizes& size
 }
 
 inline bool fits_layout(const Argument& argument, const TensorRef& t) {
+  if (argument.any_layout) return true;
   int64_t expected = 1;
   for (int i = t.dims - 1; i >= 0; --i) {
     if (t.sizes[i] == 0) return true;

@@ -20,10 +20,12 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "arguments.h"
+#include "gemm.h"
 #include "layer.h"
 #include "ops.h"
 
@@ -173,11 +175,17 @@ struct Call {
   bool drops() const { return std::nearbyint(p * 32768.0) > 0.0; }
 };
 
-// A function of torch's CUDA library, or nullptr. Such functions are missing from CPU builds of torch, so not linked:
-// the same library loads there too.
+// torch's CUDA library, or nullptr with a CPU build of torch.
+void* torch_cuda_library() {
+  static void* const library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+  return library;
+}
+
+// A function of that library or of one that it depends on, or nullptr. They are missing from CPU builds of torch, so
+// not linked: the same library loads there too.
 template <class Function>
 Function torch_cuda_function(const char* name) {
-  void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+  void* const library = torch_cuda_library();
   return library == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(library, name));
 }
 
@@ -188,6 +196,16 @@ cudaStream_t current_stream(const char* op, int device) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(function(device, &stream));
   return static_cast<cudaStream_t>(stream);
+}
+
+// This thread's cuBLAS handle for the current device, or nullptr. torch never destroys one.
+void* blas_handle(int device) {
+  using Function = AOTITorchError (*)(void**);
+  static const Function function = torch_cuda_function<Function>("torch_get_current_cuda_blas_handle");
+  static thread_local std::unordered_map<int, void*> handles;
+  void*& handle = handles[device];
+  if (handle == nullptr && function != nullptr) TORCH_ERROR_CODE_CHECK(function(&handle));
+  return handle;
 }
 
 Activation parse_activation(const char* op, const std::string& name) {
@@ -708,7 +726,7 @@ Tensor torch_tensor(const View& view) {
 }
 
 // ATen's products, without the dispatcher: autograd, autocast and modes have no say inside a layer's pass.
-void product(const View& out, const View& a, const View& b, const View& bias, bool accumulate) {
+void aten_product(const View& out, const View& a, const View& b, const View& bias, bool accumulate) {
   using Mm = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle);
   using Addmm =
       AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double, double);
@@ -723,6 +741,43 @@ void product(const View& out, const View& a, const View& b, const View& bias, bo
   } else {
     TORCH_ERROR_CODE_CHECK(mm(result.get(), left.get(), right.get()));
   }
+}
+
+// Makes a product by a plan of cuBLASLt where there is a workspace and a plan for it, else by ATen.
+void make_product(const GemmContext& context, const View& out, const View& a, const View& b, const View& bias,
+                  bool accumulate) {
+  const bool done = context.workspace_size > 0 && gemm(context, out, a, b, bias, accumulate);
+  if (!done) aten_product(out, a, b, bias, accumulate);
+}
+
+// Products of a call run on its device, which is the current one, and stream.
+void enter(GemmContext& context, const Call& call) {
+  context.library = torch_cuda_library();
+  context.handle = blas_handle(call.device);
+  context.device = call.device;
+  context.stream = current_stream(call.op, call.device);
+}
+
+void product(const Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+             const Tensor& workspace, bool accumulate) {
+  Call call;
+  call.op = "product";
+  const View result = {call.check(any_layout(floating("out", "MN")), out), out.get(), 0};
+  const View left = {call.check(any_layout(floating("a", "MK")), a), a.get(), 0};
+  const View right = {call.check(any_layout(floating("b", "KN")), b), b.get(), 0};
+  View added;
+  if (bias.has_value()) added = {call.check(floating("bias", "N"), *bias), bias->get(), 0};
+  if (added && accumulate) fail_argument(call.op, "bias", "must be None with accumulate");
+  const TensorRef memory = call.check({"workspace", Type::kUInt8, "*"}, workspace);
+  if (reinterpret_cast<uintptr_t>(memory.data) % 256 != 0) {
+    fail_argument(call.op, "workspace", "does not begin at a multiple of 256 bytes");
+  }
+  GemmContext context;
+  context.workspace = memory.data;
+  context.workspace_size = memory.sizes[0];
+  const torch::stable::accelerator::DeviceGuard guard(call.device);
+  enter(context, call);
+  make_product(context, result, left, right, added, accumulate);
 }
 
 // The parameters of a layer in the order of their list; q, k and v lie together. Cross attention may be missing.
@@ -741,6 +796,9 @@ constexpr size_t kPart = std::size(kSelfParameters);
 struct LayerCall {
   Call call;
   TransformerLayer layer;
+  GemmContext context;
+
+  LayerCall(const LayerCall&) = delete;  // its layer refers to it
 
   View view(const Argument& argument, const Tensor& tensor) { return {call.check(argument, tensor), tensor.get(), 0}; }
 
@@ -795,7 +853,9 @@ struct LayerCall {
     layer.memory_max_length = memory_max_length;
     layer.layer = index;
     layer.activation = parse_activation(op, activation);
-    layer.product = &product;
+    layer.product = [this](const View& out, const View& a, const View& b, const View& bias, bool accumulate) {
+      make_product(context, out, a, b, bias, accumulate);
+    };
   }
 
   // Gives each tensor of a list in the parameters' order its place.
@@ -824,7 +884,26 @@ struct LayerCall {
     layer.place(Block(call.op, "block", view(floating("block", "*"), block)), fields.data());
   }
 
-  Block scratch(const Tensor& tensor) { return Block(call.op, "scratch", view(floating("scratch", "*"), tensor)); }
+  // The `size` bytes of scratch that a pass takes. What is left is the workspace of its products; without any, ATen
+  // makes them.
+  Block scratch(const Tensor& tensor, int64_t size) {
+    View memory = view(floating("scratch", "*"), tensor);
+    const int64_t item = item_size(memory.ref.dtype), all = memory.ref.sizes[0] * item;
+    if (all < size) {
+      fail_argument(call.op, "scratch",
+                    "of " + std::to_string(all) + " bytes is too small; it needs " + std::to_string(size));
+    }
+    context.workspace = static_cast<char*>(memory.ref.data) + size;
+    context.workspace_size = all - size;
+    memory.ref.sizes[0] = size / item;
+    return Block(call.op, "scratch", memory);
+  }
+
+  // Where the pass runs; the call's device is the current one.
+  void enter() {
+    ls_train::enter(context, call);
+    layer.stream = context.stream;
+  }
 };
 
 void layer_fwd(const Tensor& y, const Tensor& block, const Tensor& scratch, const Tensor& x,
@@ -838,9 +917,9 @@ void layer_fwd(const Tensor& y, const Tensor& block, const Tensor& scratch, cons
                 offset, normalize_before, causal, eps, dropout, attention_dropout, activation_dropout, activation);
   const View output = run.view(floating("y", "NC"), y);
   run.place(block, fields);
-  Block memory = run.scratch(scratch);
+  Block memory = run.scratch(scratch, run.layer.forward_scratch());
   const torch::stable::accelerator::DeviceGuard guard(run.call.device);
-  run.layer.stream = current_stream(kName, run.call.device);
+  run.enter();
   check_launch(kName, run.layer.forward(output, memory));
 }
 
@@ -874,9 +953,9 @@ void layer_bwd(const Tensor& dx, const std::optional<Tensor>& dkv, const Tensor&
     fail_argument(kName, "sums", "= " + std::to_string(sums) + " is less than " + std::to_string(layer.sums_size()));
   }
   run.place(block, fields);
-  Block memory = run.scratch(scratch);
+  Block memory = run.scratch(scratch, layer.backward_scratch(sums));
   const torch::stable::accelerator::DeviceGuard guard(run.call.device);
-  layer.stream = current_stream(kName, run.call.device);
+  run.enter();
   check_launch(kName, layer.backward(input_gradient, slice, output_gradient, sums, memory));
 }
 
@@ -910,6 +989,7 @@ STABLE_TORCH_LIBRARY_IMPL(ls_train, CUDA, m) {
   LS_TRAIN_BIND(Adam);
   LS_TRAIN_BIND(LossScaleUpdate);
   m.impl("column_sum", TORCH_BOX(&add_column_sums));
+  m.impl("product", TORCH_BOX(&product));
   m.impl("layer_fwd", TORCH_BOX(&layer_fwd));
   m.impl("layer_bwd", TORCH_BOX(&layer_bwd));
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <string>
 #include <utility>
@@ -28,7 +29,7 @@ struct View {
 };
 
 // out = a b + bias, or out += a b; bias may be empty.
-using Product = void (*)(const View& out, const View& a, const View& b, const View& bias, bool accumulate);
+using Product = std::function<void(const View& out, const View& a, const View& b, const View& bias, bool accumulate)>;
 
 // Bytes of an element of a floating-point type.
 inline int64_t item_size(DType type) { return type == DType::kFloat64 ? 8 : type == DType::kFloat32 ? 4 : 2; }
@@ -134,7 +135,7 @@ class TransformerLayer {
   Activation activation = Activation::kRelu;
   TensorRef cu, used, seed, memory_cu;
   cudaStream_t stream = nullptr;
-  Product product = nullptr;
+  Product product;
   LinearLayer qkv, out, cross_query, cross_out, fc1, fc2;
   NormLayer self_norm, cross_norm, final_norm;
   View x, kv;
@@ -160,6 +161,9 @@ class TransformerLayer {
     norm(final_norm, kFinalNorm, true);
     hidden_ = matrix(kHidden, inner);
   }
+
+  // Bytes of scratch that a forward takes, see forward_scratch in layers/call.py.
+  int64_t forward_scratch() const { return 2 * matrix_size(columns) + matrix_size(inner); }
 
   cudaError_t forward(const View& y, Block& scratch) {
     const View projected = scratch.take(rows, columns, type), normed = scratch.take(rows, columns, type);
@@ -196,6 +200,14 @@ class TransformerLayer {
     const auto part = [](int64_t width) { return Block::aligned(kMaxRowBlocks * width * 4) / 4; };
     const int64_t size = 2 * part(3 * columns) + part(inner) + (cross ? part(columns) + part(3 * columns) : 0);
     return size + (normalize_before ? part(columns) + part(2 * columns) : part(3 * columns));
+  }
+
+  // Bytes of scratch that a backward takes, `sums` of its floats for partial rows, see backward_scratch there.
+  int64_t backward_scratch(int64_t sums) const {
+    const int64_t row = Block::aligned(rows * 4), feed_forward = 2 * matrix_size(inner);
+    const int64_t attention = matrix_size(columns) + matrix_size(3 * columns);
+    return (2 + cross + normalize_before) * matrix_size(columns) + Block::aligned(rows * heads * 4) +
+           Block::aligned(sums * 4) + std::max({feed_forward, attention, 2 * row});
   }
 
   // dkv: (Ns, 2C), this layer's part, its rows may lie apart; sums: number of floats for partial rows.
@@ -251,6 +263,8 @@ class TransformerLayer {
   void run(cudaError_t error) {
     if (error_ == cudaSuccess) error_ = error;
   }
+
+  int64_t matrix_size(int64_t width) const { return Block::aligned(rows * width * item_size(type)); }
 
   double scale() const { return std::pow(static_cast<double>(columns / heads), -0.5); }
 

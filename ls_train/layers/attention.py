@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ls_train.layers.call import CROSS_ATTENTION, SELF_ATTENTION, Pass
-from ls_train.layers.linear import project, project_gradient
+from ls_train.layers.linear import product, project, project_gradient
 from ls_train.layers.residual import bias_gradient
 from ls_train.memory import Field
 from ls_train.params import transposed
@@ -50,7 +50,7 @@ def self_attention_fwd(y: Tensor, x: Tensor, run: Pass) -> None:
         call.attention_dropout,
         call.offset + SELF_ATTENTION,
     )
-    torch.mm(saved.attended, transposed((p.out_weight,)), out=y)
+    product(y, saved.attended, transposed((p.out_weight,)))
 
 
 def self_attention_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate: bool) -> None:
@@ -96,7 +96,7 @@ def cross_attention_fwd(y: Tensor, x: Tensor, kv: Tensor, run: Pass) -> None:
         call.attention_dropout,
         call.offset + CROSS_ATTENTION,
     )
-    torch.mm(saved.cross_attended, transposed((p.cross_out_weight,)), out=y)
+    product(y, saved.cross_attended, transposed((p.cross_out_weight,)))
 
 
 def cross_attention_bwd(
@@ -131,7 +131,7 @@ def cross_attention_bwd(
 def _output_projection_bwd(dy: Tensor, weight: str, attended: Tensor, run: Pass) -> Tensor:
     run.writer.linear((weight,), dy, attended)
     dattended = run.scratch.take(attended.shape, dy.dtype)
-    torch.mm(dy, getattr(run.parameters, weight), out=dattended)
+    product(dattended, dy, getattr(run.parameters, weight))
     return dattended
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ls_train.layers.column_sums import ColumnSums, aligned_sums
 from ls_train.layers.gradients import GradientWriter
+from ls_train.layers.linear import gemm_workspace
 from ls_train.memory import Workspace, aligned
 from ls_train.ops._arguments import statistics_dtype
 from ls_train.ops.attention import attention_workspace
@@ -111,8 +112,11 @@ def backward_pass(
 
 @lru_cache(maxsize=1024)
 def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int) -> int:
-    """Return the bytes of workspace that a layer's forward takes, without a block that is not saved."""
-    return 2 * aligned(rows * embed_dim * itemsize) + aligned(rows * ffn_dim * itemsize)
+    """Return the bytes of workspace that a layer's forward takes, without a block that is not saved.
+
+    What its products take comes last, where the operators look for it.
+    """
+    return 2 * aligned(rows * embed_dim * itemsize) + aligned(rows * ffn_dim * itemsize) + gemm_workspace(itemsize)
 
 
 @lru_cache(maxsize=1024)
@@ -139,7 +143,7 @@ def backward_sums(rows: int, embed_dim: int, ffn_dim: int, cross: bool, normaliz
 def backward_scratch(
     rows: int, embed_dim: int, ffn_dim: int, heads: int, itemsize: int, sums: int, buffers: int
 ) -> int:
-    """Return the bytes of workspace that a layer's backward takes.
+    """Return the bytes of workspace that a layer's backward takes, what its products take last.
 
     Args:
         rows: N.
@@ -156,4 +160,5 @@ def backward_scratch(
     statistics = 2 * aligned(rows * max(4, itemsize))
     row_sums = aligned(4 * attention_workspace(rows, heads, embed_dim // heads, rows))
     column_sums = aligned(max(4, itemsize) * sums)
-    return buffers * matrix + row_sums + column_sums + max(feed_forward, attention, statistics)
+    taken = buffers * matrix + row_sums + column_sums + max(feed_forward, attention, statistics)
+    return taken + gemm_workspace(itemsize)

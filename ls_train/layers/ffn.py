@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ls_train.layers.call import ACTIVATION, Call, Pass
-from ls_train.layers.linear import project_gradient
+from ls_train.layers.linear import product, project_gradient
 from ls_train.ops.bias_activation_dropout import bias_activation_dropout_workspace, saves_output
 from ls_train.params import transposed
 
@@ -22,9 +22,9 @@ def feed_forward_fwd(y: Tensor, x: Tensor, run: Pass) -> None:
     with scratch:
         inner = scratch.take(saved.hidden.shape, x.dtype)
         before, after = (inner, saved.hidden) if saves_output(call.activation) else (saved.hidden, inner)
-        torch.mm(x, transposed((p.fc1_weight,)), out=before)
+        product(before, x, transposed((p.fc1_weight,)))
         _activation_fwd(after, before, p.fc1_bias, call)
-        torch.mm(after, transposed((p.fc2_weight,)), out=y)
+        product(y, after, transposed((p.fc2_weight,)))
 
 
 def feed_forward_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate: bool) -> None:
@@ -41,7 +41,7 @@ def feed_forward_bwd(dx: Tensor, dy: Tensor, x: Tensor, run: Pass, accumulate: b
             hidden, bias = dinner, p.fc1_bias
             _activation_fwd(hidden, saved.hidden, bias, call)
         writer.linear(("fc2_weight",), dy, hidden)
-        torch.mm(dy, p.fc2_weight, out=dhidden)
+        product(dhidden, dy, p.fc2_weight)
         (dbias,), add = writer.open(("fc1_bias",))
         sums = run.column_sums.part((dbias,), add, bias_activation_dropout_workspace(*shape))
         ops.bias_activation_dropout_bwd(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from ls_train.grad_slots import GradSlot, GradSlots
+from ls_train.layers.linear import product
 from ls_train.memory import Workspace
 from ls_train.params import are_current, grad_slot, grad_slots, joined
 
@@ -221,10 +222,7 @@ class GradientWriter:
         (target,), accumulate = self.open(weights)
         if target is not None:
             dy_t = dy.t() if self._scratch is None else self._scratch.view(dy, torch.t)
-            if accumulate:
-                torch.addmm(target, dy_t, x, out=target)
-            else:
-                torch.mm(dy_t, x, out=target)
+            product(target, dy_t, x, accumulate=accumulate)
 
     def finish(self) -> list[Tensor | None]:
         """Mark the slots as written and return what autograd gets: a fresh gradient or None for each argument."""
