@@ -21,6 +21,7 @@ from torch import Tensor
 from ls_train.optim import FusedAdam
 from ls_train.optim.all_reduce import FlatAllReduce
 from ls_train.optim.options import upload
+from ls_train.optim.peer_exchange import SymmetricTensor, peer_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,17 @@ class Ranks:
     def __init__(self, size: int, group: Any, optimizer: FusedAdam, sharded: bool) -> None:
         self.size = size
         self.group = group
-        gathers = _gather_group(group) if sharded else None
+        obstacle = peer_obstacle(group) if sharded else None
+        gathers = _gather_group(group) if obstacle is not None else None
         self.gradients = FlatAllReduce(optimizer.buffers, group, sharded=sharded, gather_group=gathers)
         if sharded and not self.gradients.is_sharded:
             logger.info(f"--ls-shard-update: without effect, the parameters do not divide among {size} ranks")
+        elif sharded and obstacle is None:
+            self.gradients.connect(functools.partial(SymmetricTensor, group=group))
+            logger.info(f"--ls-shard-update: {size} ranks exchange gradients and parameters by their copy engines")
+        elif sharded:
+            how = f"by {dist.get_backend(group)} and not by copy engines"
+            logger.info(f"--ls-shard-update: {size} ranks exchange gradients and parameters {how}: {obstacle}")
         for buffer in optimizer.buffers:
             dist.broadcast(buffer.data, dist.get_global_rank(group, 0), group=group)
         if self.gradients.is_sharded:

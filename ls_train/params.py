@@ -30,7 +30,7 @@ _REMEMBERED = 4096  # views and groups of slots that one buffer remembers
 # id(parameter) -> weak reference to the FlatBuffer that owns it and keeps it, and so the id, alive
 _owners: dict[int, weakref.ref[FlatBuffer]] = {}
 
-_generation = 0  # number of buffers built so far
+_generation = 0  # how often a buffer was built or moved so far
 
 
 def grad_slot(param: Tensor) -> GradSlot | None:
@@ -115,6 +115,7 @@ class FlatBuffer:
         """
         self.params = tuple(params)
         self.direct_grads = False
+        self._keeps_grad = False  # a gradient of autograd's never takes the place of ``grad``
         self.listeners: list[Callable[[GradSlot], None]] = []
         self.begins = [0]
         for length in lengths:
@@ -124,24 +125,26 @@ class FlatBuffer:
         if len(self.params) == 1 and first.is_contiguous() and lengths[0] == first.numel():
             self.data = first.detach().view(-1)
         else:
-            self.data = torch.zeros(self.begins[-1], dtype=first.dtype, device=first.device)
-            for begin, param in zip(self.begins, self.params, strict=False):
-                window = self._window(self.data, begin, param)
-                window.copy_(param.detach())
-                param.data = window
-        self._pointers = [param.data_ptr() for param in self.params]
+            self._place(torch.zeros(self.begins[-1], dtype=first.dtype, device=first.device))
         self._index = {id(param): slot for slot, param in enumerate(self.params)}
-        self._grad: Tensor | None = None
-        self._slots: list[GradSlot] = []
-        self._slot_tensors: list[Tensor] = []
-        # Ownership of a parameter changes only here, so that other buffers' groups are valid until then.
-        self._groups: dict[tuple[int, ...], tuple[int, GradSlots | None]] = {}
-        self._views: dict[tuple[int, ...], tuple[list[int], Tensor, Tensor]] = {}
+        self._start_empty()
         ids = list(self._index)
         reference = weakref.ref(self, lambda gone: _forget(ids, gone))
         _owners.update(dict.fromkeys(ids, reference))
-        global _generation
-        _generation += 1
+
+    def move(self, data: Tensor, grad: Tensor) -> None:
+        """Move the parameters to other memory on their device; whoever holds views of the old one has to let go of it.
+
+        Args:
+            data: (n,), overwritten.
+            grad: (n,), overwritten: gradients lie there from now on, and what there are now are dropped.
+        """
+        self._keeps_grad = True
+        self._place(data.zero_())
+        for param in self.params:
+            param.grad = None
+        self._start_empty()
+        self._allocate_grads(grad.zero_())
 
     @property
     def grad(self) -> Tensor:
@@ -238,7 +241,8 @@ class FlatBuffer:
                     f"the gradient of a parameter of shape {tuple(param.shape)} has layout {grad.layout}; only dense "
                     "gradients are supported, build the embedding with sparse=False"
                 )
-        if len(grads) == 1 and grads[0].is_contiguous() and grads[0].numel() == self.data.numel():
+        adopts = len(grads) == 1 and not self._keeps_grad
+        if adopts and grads[0].is_contiguous() and grads[0].numel() == self.data.numel():
             if self._grad is None or grads[0] is not self._slots[0].tensor:
                 self._grad = grads[0].detach().view(-1)
                 self._slots = [GradSlot(self.params[0], grads[0], self.listeners)]
@@ -253,9 +257,29 @@ class FlatBuffer:
                 slot.param.grad = slot.tensor
         return [grad is not None for grad in grads]
 
-    def _allocate_grads(self) -> None:
+    def _place(self, data: Tensor) -> None:
+        """Move the parameters into ``data``, which is zero."""
+        self.data = data
+        for begin, param in zip(self.begins, self.params, strict=False):
+            window = self._window(data, begin, param)
+            window.copy_(param.detach())
+            param.data = window
+
+    def _start_empty(self) -> None:
+        """Begin without gradients and with nothing remembered about where the parameters lie."""
+        self._pointers = [param.data_ptr() for param in self.params]
+        self._grad: Tensor | None = None
+        self._slots: list[GradSlot] = []
+        self._slot_tensors: list[Tensor] = []
+        # Ownership of a parameter changes only in the constructor, so that other buffers' groups are valid until then.
+        self._groups: dict[tuple[int, ...], tuple[int, GradSlots | None]] = {}
+        self._views: dict[tuple[int, ...], tuple[list[int], Tensor, Tensor]] = {}
+        global _generation
+        _generation += 1
+
+    def _allocate_grads(self, grad: Tensor | None = None) -> None:
         if self._grad is None:
-            self._grad = torch.zeros_like(self.data)
+            self._grad = torch.zeros_like(self.data) if grad is None else grad
             self._slots = [
                 GradSlot(param, self._grad[begin : begin + param.numel()].view(param.shape), self.listeners)
                 for begin, param in zip(self.begins, self.params, strict=False)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ls_train.graph import Mark
+from ls_train.optim.peer_exchange import PeerExchange, PeerTensor
 from ls_train.params import FlatBuffer, GradSlot
 
 PIECES = 6
@@ -112,6 +113,16 @@ class FlatAllReduce:
         self._marks: Marks = {}
         self._sums: dict[int, Any] = {}  # what is under way, by number of the piece
         self._gathers: list[Any] = []
+        self._exchange: PeerExchange | None = None
+
+    def connect(self, make: Callable[[int, torch.dtype], PeerTensor]) -> None:
+        """Leave the exchange of gradients and parameters to copy engines instead of ``group``; ``is_sharded``.
+
+        Args:
+            make: makes tensors that all ranks can read, to which the buffers move.
+        """
+        largest = max(piece.tensor[self._own(slice(0, len(piece.tensor)))].nbytes for piece in self._pieces)
+        self._exchange = PeerExchange(self._buffers, self._rank, self._ranks, largest, make)
 
     def start(self, is_last: bool = True, new_mark: Callable[[], Mark] | None = None) -> None:
         """Listen to the backward that comes next.
@@ -186,7 +197,11 @@ class FlatAllReduce:
             flat: (n,) of any dtype; this rank's part is complete.
             number: of the piece among those of ``buffer``, in the order of :meth:`parts`.
         """
-        elements = self._pieces_of(buffer)[number].elements
+        piece = self._pieces_of(buffer)[number]
+        elements = piece.elements
+        if self._exchange is not None and flat is buffer.data:
+            self._gathers.append(self._exchange.gather(buffer, piece.number, elements))
+            return
         whole, own = flat[elements], flat[self._own(elements)]
         if flat.dtype == torch.int16:  # which no backend knows
             whole, own = whole.view(torch.uint8), own.view(torch.uint8)
@@ -253,7 +268,9 @@ class FlatAllReduce:
 
     def _send(self, piece: _Piece) -> None:
         piece.is_closed = True
-        if self.is_sharded:
+        if self._exchange is not None:
+            work = self._exchange.sum(piece.buffer, piece.number, piece.elements)
+        elif self.is_sharded:
             own = piece.buffer.grad[self._own(piece.elements)]
             work = _reduce_scatter(own, piece.tensor, group=self._group, async_op=True)
         else:

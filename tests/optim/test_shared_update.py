@@ -1,7 +1,10 @@
 """Each of several ranks updates its own parts of the parameters: together they are what one alone makes of them."""
 
 import copy
+import functools
 import itertools
+import math
+import time
 
 import pytest
 import torch
@@ -56,13 +59,47 @@ def steps(optimizer, exchange, ranks, unused):
     return found
 
 
-def run_rank(rank, ranks, folder, dtypes, compact, unused):
+class MappedTensor:
+    """A tensor of each rank in a file that all of them map, with flags for signals beside it."""
+
+    made = 0
+
+    def __init__(self, folder, rank, ranks, count, dtype):
+        MappedTensor.made += 1
+        paths = [f"{folder}/tensor{MappedTensor.made}.{other}" for other in range(ranks)]
+        self.rank = rank
+        self.copies = [torch.from_file(path, shared=True, size=count, dtype=dtype) for path in paths]
+        shape = ranks, ranks, 16
+        flags = torch.from_file(
+            f"{folder}/flags{MappedTensor.made}", shared=True, size=math.prod(shape), dtype=torch.int32
+        )
+        self.flags = flags.view(shape).numpy()
+
+    def signal(self, rank, channel):
+        time.sleep(2e-3 * (self.rank + channel) % 5e-3)  # no rank is always first
+        self.turn(self.rank, rank, channel, 0)
+
+    def wait(self, rank, channel):
+        self.turn(rank, self.rank, channel, 1)
+
+    def turn(self, source, target, channel, value):
+        """Change a flag once it is ``value``."""
+        end = time.monotonic() + 60
+        while self.flags[source, target, channel] != value:
+            assert time.monotonic() < end, f"no signal from rank {source} on channel {channel}"
+            time.sleep(1e-4)
+        self.flags[source, target, channel] = 1 - value
+
+
+def run_rank(rank, ranks, folder, dtypes, compact, unused, connected):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     optimizer = FusedAdam(parameters(*dtypes), **OPTIONS, compact_master=compact)
     # A group for the gathers, which pass those of the sums by, and one for everything.
     gathers = dist.new_group() if ranks == 2 else None
     exchange = FlatAllReduce(optimizer.buffers, pieces=3, sharded=True, gather_group=gathers)
     assert exchange.is_sharded
+    if connected:
+        exchange.connect(functools.partial(MappedTensor, folder, rank, ranks))
     optimizer.share(exchange)
     found = steps(optimizer, exchange, [rank], unused)
     params = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
@@ -106,6 +143,7 @@ def assert_same(first, second, exactly=True):
                 assert value == other
 
 
+@pytest.mark.parametrize("connected", [False, True], ids=["process group", "peers"])
 @pytest.mark.parametrize(
     ("ranks", "dtypes", "compact", "unused"),
     [
@@ -117,10 +155,12 @@ def assert_same(first, second, exactly=True):
     ],
     ids=["float32", "float16", "compact", "three ranks", "two dtypes, one comes late"],
 )
-def test_ranks_together_equal_one(tmp_path, ranks, dtypes, compact, unused):
+def test_ranks_together_equal_one(tmp_path, ranks, dtypes, compact, unused, connected):
     """Parameters, state and norms, with an overflow of one rank, parameters without gradient, and a clipped norm."""
     # Forks: an import of torch takes longer than the rest, and nothing here uses a GPU.
-    mp.start_processes(run_rank, (ranks, tmp_path, dtypes, compact, unused), nprocs=ranks, start_method="fork")
+    mp.start_processes(
+        run_rank, (ranks, tmp_path, dtypes, compact, unused, connected), nprocs=ranks, start_method="fork"
+    )
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
     optimizer = FusedAdam(parameters(*dtypes), **OPTIONS, compact_master=compact)
     found = steps(optimizer, None, range(ranks), unused)
