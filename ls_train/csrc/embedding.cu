@@ -5,7 +5,7 @@
 //
 // embedding_fwd_kernel
 //   For aligned rows and dropout that masks8 can decide. What is dropped is decided while rows are on their way and
-//   waits for them in one register a pack.
+//   waits for them in one register.
 // embedding_fwd_plain_kernel
 //   Element by element.
 #include "row_kernels.cuh"
@@ -66,7 +66,8 @@ __device__ __forceinline__ Keep8 split(uint32_t joined, int k) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kForwardThreads, kTileBlocks) embedding_fwd_kernel(const EmbeddingForward<T> a) {
+__global__ void __launch_bounds__(kForwardThreads, tile_blocks(kTileBlocks))
+    embedding_fwd_kernel(const EmbeddingForward<T> a) {
   constexpr int kWidth = kPackWidth<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= a.n) return;

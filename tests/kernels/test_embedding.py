@@ -90,6 +90,23 @@ def test_matches_torch(shape: tuple[int, int], p: float, device: str, dtype: tor
     )
 
 
+@on_every_gpu_type
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.96875, 0.97])
+@pytest.mark.parametrize("shape", [(5000, 1000), (300, 1024), (40, 1032), (40, 1280), (9, 4104), (5, 32768)])
+def test_forward_of_wide_rows(shape: tuple[int, int], p: float, device: str, dtype: torch.dtype) -> None:
+    """Rows of as many packs as a thread has under way, fewer and more, with ids outside the table in between."""
+    tokens, positions = random_ids(shape[0], device)
+    tokens[2::100] = WORDS
+    positions[3::100] = -1
+    weight = torch.randn(WORDS, shape[1], device=device).to(dtype)
+    table = torch.randn(PLACES, shape[1], device=device).to(dtype)
+    y = embedding(tokens, positions, weight, table, 3.5, p, seed_tensor(11, device), 4)
+    valid = (tokens < WORDS) & (positions >= 0)
+    assert y[~valid].isnan().all()
+    rows = F.embedding(tokens * valid, weight.double()) * 3.5 + F.embedding(positions * valid, table.double())
+    assert_accurate(y[valid], kept(rows, 11, 4, p)[valid], dtype)
+
+
 @on_every_type
 def test_one_id_everywhere(device: str, dtype: torch.dtype) -> None:
     """A thousand rows of one id are summed without losing the small ones to rounding."""
