@@ -24,20 +24,18 @@ constexpr bool kIsRelu = std::is_same_v<Kind, Fixed<Activation::kRelu>>;
 // Whether dropout's factor is in the coefficients of Gelu.
 template <class T, class Kind>
 constexpr bool kIsFolded = sizeof(T) == 2 && std::is_same_v<Kind, Fixed<Activation::kGelu>>;
-// Whether the forward's activation takes its argument times dropout's factor.
-template <class T, class Kind>
-constexpr bool kIsScaled = kIsFolded<T, Kind> || (sizeof(T) == 2 && kIsRelu<Kind>);
 
 // Rows of a thread's tile in the forward, and blocks that a multiprocessor holds: as registers allow.
 template <class Kind>
 constexpr int kForwardRows = kIsRelu<Kind> ? 4 : 2;
 template <class T, class Kind>
-constexpr int kForwardBlocks = kIsRelu<Kind> ? 4 : (sizeof(T) == 4 ? 3 : 5);
+constexpr int kForwardBlocks = kIsRelu<Kind> ? 4 : (sizeof(T) == 4 ? 3 : 4);
 template <class Kind>
 constexpr int kBackwardBlocks = kIsRelu<Kind> ? 4 : 3;
-// relu's forward is held up by memory alone and is faster without the walk over tiles; of the others' blocks so many
-// are started as fit this many times.
-constexpr int64_t kForwardTurns = 4;
+// Blocks of the forward, a power of two, so that turns of most shapes are whole. relu's is held up by memory alone and
+// faster without the walk over tiles.
+template <class Kind>
+constexpr int64_t kForwardGrid = kIsRelu<Kind> ? kBlockATile : 512;
 // Blocks of the backward: about as many as fit at a time, a power of two, so that turns of most shapes are whole.
 template <class Kind>
 constexpr int64_t kBackwardGrid = kIsRelu<Kind> ? 512 : 256;
@@ -48,7 +46,7 @@ __global__ void __launch_bounds__(kTileThreads, tile_blocks(kForwardBlocks<T, Ki
                                        const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
                                        const Gelu gelu, const Turns turns, Kind) {
   constexpr int kWidth = kPackWidth<T>, kRows = kForwardRows<Kind>;
-  constexpr bool kScaled = kIsScaled<T, Kind>;
+  constexpr bool kScaled = kIsFolded<T, Kind>;
   const int column = tile_column<kWidth>();
   if (column >= columns) return;
   const int64_t used = used_rows(rows, n);
@@ -217,8 +215,7 @@ cudaError_t bias_activation_dropout_fwd(const TensorRef& y, const TensorRef& x, 
     return dispatch_activation(activation, [&](auto kind) {
       using Kind = decltype(kind);
       constexpr int kRows = kForwardRows<Kind>;
-      const int64_t blocks = kIsRelu<Kind> ? kBlockATile : kForwardTurns * kForwardBlocks<T, Kind> * kMultiprocessors;
-      const Tiles t = tiles(n, columns, kPackWidth<T>, kRows, kAnyRowBlocks, blocks);
+      const Tiles t = tiles(n, columns, kPackWidth<T>, kRows, kAnyRowBlocks, kForwardGrid<Kind>);
       bias_activation_dropout_fwd_kernel<T><<<t.grid, t.block, 0, stream>>>(
           y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns, dropout,
           Gelu(kIsFolded<T, Kind> ? dropout.scale : 1.f), turns(t, kRows, columns), kind);

@@ -65,7 +65,6 @@ constexpr int kAnyRowBlocks = 65535;  // what a grid can have
 // on every card.
 constexpr int64_t kCardfulBlocks = 1056;           // eight on each of 132 multiprocessors, each walks over its tiles
 constexpr int64_t kBlockATile = int64_t{1} << 40;  // one a tile, as far as a grid can have them
-constexpr int64_t kMultiprocessors = 132;          // for as many blocks as fit at a time
 
 struct Tiles {
   dim3 block;  // (pack columns, rows)
