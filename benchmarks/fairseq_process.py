@@ -81,8 +81,16 @@ def train(
 def main(argv: Sequence[str]) -> None:
     """Train when told to. argv: the implementation, batches and updates of warm-up, and the flags."""
     implementation, batches, warm_up, *flags = argv
-    train(implementation, flags, lambda trainer: wait_for_go(), (int(batches), int(warm_up)))
-    print(PEAK, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0, flush=True)
+    shared = 0  # bytes that ranks read of one another, which torch's allocator does not count
+
+    def begin(trainer: Any) -> None:
+        nonlocal shared
+        if is_ours(implementation):
+            shared = importlib.import_module("ls_train.optim.peer_exchange").symmetric_bytes()
+        wait_for_go()
+
+    train(implementation, flags, begin, (int(batches), int(warm_up)))
+    print(PEAK, torch.cuda.max_memory_allocated() + shared if torch.cuda.is_available() else 0, flush=True)
 
 
 def warmed_order(shards: Sequence[Sequence[Any]], rank: int, batches: int, warm_up: int) -> list[Any]:

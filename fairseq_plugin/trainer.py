@@ -46,6 +46,7 @@ from fairseq_plugin.step_options import graph_obstacles, obstacles
 from fairseq_plugin.token_budget import filled_by_tokens
 from ls_train.graph import CapturedCalls, CudaGraphs
 from ls_train.optim import DynamicLossScale, FusedAdam
+from ls_train.optim.peer_exchange import symmetric_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +296,7 @@ class LSTrainer(FairseqTrainer):
 
     def _log_memory(self) -> None:
         if self.cuda and self.cuda_env is not None:
-            used = torch.cuda.max_memory_allocated() / 1024**3
+            used = (torch.cuda.max_memory_allocated() + symmetric_bytes()) / 1024**3
             torch.cuda.reset_peak_memory_stats()
             free = self.cuda_env.total_memory_in_GB - used
             metrics.log_scalar("gb_free", free, priority=1500, round=1, weight=0)
