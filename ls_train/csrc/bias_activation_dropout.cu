@@ -35,7 +35,7 @@ constexpr int kBackwardBlocks = kIsRelu<Kind> ? 4 : 3;
 // Blocks of the forward, a power of two, so that turns of most shapes are whole. relu's is held up by memory alone and
 // faster without the walk over tiles.
 template <class Kind>
-constexpr int64_t kForwardGrid = kIsRelu<Kind> ? kBlockATile : 512;
+constexpr int64_t kForwardGrid = kIsRelu<Kind> ? kBlockATile : 1024;
 // Blocks of the backward: about as many as fit at a time, a power of two, so that turns of most shapes are whole.
 template <class Kind>
 constexpr int64_t kBackwardGrid = kIsRelu<Kind> ? 512 : 256;
