@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ls_train.optim import FusedAdam
+from ls_train.optim import FusedAdam, peer_exchange
 from ls_train.optim.all_reduce import FlatAllReduce
 
 SHAPES = [(40, 16), (16,), (7, 16), (5,), (48, 16), (3,)]
@@ -197,3 +197,56 @@ def test_parts_are_aligned_and_cover_every_piece(monkeypatch):
 def test_only_shared_state_can_be_consolidated():
     """fairseq asks with hasattr whether the optimiser gathers its state, or the wrapper around the model has to."""
     assert not hasattr(FusedAdam(parameters(torch.float32)), "consolidate_state_dict")
+
+
+def find_obstacle(rank, ranks, folder, broken, hosts):
+    """Look for an obstacle on a rank whose GPU, driver or torch is replaced as ``broken`` says; write the answer."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    group = dist.new_group()
+    peer_exchange.dist.get_backend = lambda group: "nccl"
+    peer_exchange.socket.gethostname = lambda: hosts[rank]
+    torch.cuda.current_device = lambda: 0 if broken == "device" else rank
+    torch.cuda.device_count = lambda: ranks
+    torch.cuda.can_device_access_peer = lambda device, peer: True
+    is_broken = rank == 1
+    peer_exchange._has_native_atomics = lambda device, peer: not (is_broken and broken == "atomics")
+
+    def allocate(count, dtype):
+        if is_broken and broken == "allocation":
+            raise RuntimeError("CUDA driver error: operation not supported\nmore")
+        return torch.empty(count, dtype=dtype)
+
+    class Trial(MappedTensor):
+        def __init__(self, count, dtype, group):
+            if broken == "rendezvous":
+                raise RuntimeError("pidfd_getfd: Operation not permitted")
+            super().__init__(folder, rank, ranks, count, dtype)
+
+        def wait(self, rank, channel):
+            super().wait(rank, channel)
+            if is_broken and broken == "values":
+                self.copies[rank] = torch.zeros_like(self.copies[rank]) - 1
+
+    peer_exchange._symmetric, peer_exchange.SymmetricTensor = allocate, Trial
+    torch.save(peer_exchange.peer_obstacle(group), f"{folder}/obstacle{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("broken", "hosts", "expected"),
+    [
+        (None, "aa", None),
+        (None, "ab", "several hosts"),
+        ("device", "aa", "does not see the GPUs of the others"),
+        ("atomics", "aa", "GPU 1 has no atomic access to the memory of GPU 0"),
+        ("allocation", "aa", "does not work here: CUDA driver error: operation not supported"),
+        ("rendezvous", "aa", "Operation not permitted"),
+        ("values", "aa", "GPU 1 reads wrong values"),
+    ],
+)
+def test_all_ranks_find_the_same_obstacle(tmp_path, broken, hosts, expected):
+    """Also where one rank alone meets it: ranks that exchange in different ways would wait for each other for ever."""
+    mp.start_processes(find_obstacle, (2, tmp_path, broken, hosts), nprocs=2, start_method="fork")
+    first, second = (torch.load(tmp_path / f"obstacle{rank}.pt") for rank in range(2))
+    assert first == second
+    assert first is None if expected is None else first is not None and expected in first
