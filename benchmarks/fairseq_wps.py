@@ -55,6 +55,7 @@ _WARM_UP, _WARM_UP_GRAPHS = 25, 200
 OPTIONS = ("token_budget", "balance_ranks", "shard_update")
 """Options of ls_train alone, in cases that say so."""
 _INTERVALS = 4  # of the log while it is measured: at the end of each our step waits for its statistics
+_OVERFLOW = "gradient overflow detected"  # fairseq's words
 _UNITS = {"words_per_second": "words/s", "time": "ms", "peak_memory": "GiB", "efficiency": "%"}
 
 
@@ -106,8 +107,9 @@ def arguments_of(data: Path, run: Run) -> list[str]:
         for name in OPTIONS:
             flags += f" --ls-{name.replace('_', '-')}" if getattr(run, name) else ""
     if run.precision != "fp32":
-        # fairseq's first loss scale overflows, and updates that are skipped would shift what is measured.
-        flags += f" --{run.precision}{' --fp16-init-scale 8' if run.precision == 'fp16' else ''}"
+        # fairseq's first loss scale overflows, and so does 8 with batches of 15000 tokens; updates that are skipped
+        # would shift what is measured.
+        flags += f" --{run.precision}{' --fp16-init-scale 1' if run.precision == 'fp16' else ''}"
     if not on_gpu:
         flags += " --cpu --distributed-backend gloo"
     return flags.split()
@@ -128,16 +130,17 @@ def figures(output: str, run: Run) -> dict[str, float]:
     """Return ``words_per_second``, ``time`` (ms a step) and ``peak_memory`` (GiB) from what the first rank printed.
 
     Raises:
-        RuntimeError: it did not log all of the measured updates.
+        RuntimeError: it did not log all of the measured updates; where some overflowed the message says how many.
     """
     rows = [json.loads(line) for line in re.findall(r'\{"epoch".*\}', output)]
     first = run.updates - run.measured
     rows = [row for row in rows if "wps" in row and int(row["num_updates"]) > first and row["epoch"] == 1]
     peak = re.search(re.escape(PEAK) + r" *(\d+)", output)
     if len(rows) * log_interval(run.measured) != run.measured or peak is None:
+        overflows = output.count(_OVERFLOW)
+        reason = f": {overflows} overflowed and were skipped, lower --fp16-init-scale" if overflows else ""
         raise RuntimeError(
-            f"the log does not hold all updates after update {first} in the first epoch, or some overflowed:\n"
-            f"{output[-2000:]}"
+            f"the log does not hold all updates after update {first} in the first epoch{reason}\n{output[-2000:]}"
         )
     words = [float(row["wpb"]) * log_interval(run.measured) for row in rows]
     seconds = sum(count / float(row["wps"]) for count, row in zip(words, rows))
