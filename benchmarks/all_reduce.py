@@ -3,8 +3,9 @@
 ``python -m benchmarks.all_reduce [--gpus N] [--max-tokens N] [--output FILE]`` trains as ``benchmarks.fairseq_wps``
 does, in a window of batches that every rank has met before, and records updates with torch's profiler.
 
-All of NCCL's kernels count: those that sum gradients beside the backward and those that gather updated parameters
-beside Adam are together an all-reduce. ``all_reduce_hidden`` is the share of their time on the first GPU in which other
+All communication counts: what sums gradients beside the backward and what gathers updated parameters beside Adam are
+together an all-reduce. It is NCCL's kernels, or copies between GPUs, signals and whatever else runs on their stream,
+which adds what was copied. ``all_reduce_hidden`` is the share of their time on the first GPU in which other
 kernels run as well; ``all_reduce_exposed`` is the rest, in milliseconds an update. Waiting for a rank that is late
 counts as time of the all-reduce: use ``--balance-ranks`` or ``--token-budget``, with which the ranks' batches are of
 one size.
@@ -29,7 +30,8 @@ from benchmarks.records import RESULTS, compile_kernels, write_records
 from benchmarks.trace import Kernel, Step, shared_time
 
 _RECORDED = 8
-_COLLECTIVE = re.compile("nccl|all_?reduce|reduce_?scatter|all_?gather", re.I)
+_COLLECTIVE = re.compile("nccl|all_?reduce|reduce_?scatter|all_?gather|memcpy ptop", re.I)
+_SIGNAL = re.compile("(put|wait)_signal")
 _PROGRAM = (
     "import sys; from pathlib import Path; from benchmarks.processes import wait_for_go; "
     "from benchmarks.timeline import record_training; "
@@ -62,8 +64,9 @@ def figures(steps: Sequence[Step]) -> dict[str, tuple[float, str]]:
     hidden = exposed = 0.0
     for step in steps:
         groups: tuple[list[Kernel], list[Kernel]] = [], []
+        streams = {kernel.stream for kernel in step.kernels if _SIGNAL.search(kernel.name)}
         for kernel in step.kernels:
-            groups[_COLLECTIVE.search(kernel.name) is None].append(kernel)
+            groups[kernel.stream not in streams and _COLLECTIVE.search(kernel.name) is None].append(kernel)
         beside, alone = shared_time(*groups)
         if beside + alone == 0:
             raise ValueError("no all-reduce was recorded: use two GPUs or more")

@@ -30,12 +30,16 @@ _UPDATE = re.compile("adam|grad_norm|loss_scale")
 
 @dataclass(frozen=True)
 class Kernel:
-    """One piece of device work; start and duration in microseconds from the step's first one."""
+    """One piece of device work; start and duration in microseconds from the step's first one.
+
+    ``stream`` is the profiler's number of its stream, -1 where it has none.
+    """
 
     name: str
     start: float
     duration: float
     phase: str
+    stream: int = -1
 
 
 @dataclass(frozen=True)
@@ -170,5 +174,6 @@ def _kernels(work: Sequence[tuple[dict[str, Any], str]]) -> list[Kernel]:
     for i, (event, phase) in enumerate(work):
         if phase == "graph":
             phase = "update" if _UPDATE.search(event["name"]) else "forward" if i <= last else "backward"
-        kernels.append(Kernel(event["name"], event["ts"] - first, event["dur"], phase))
+        stream = event.get("args", {}).get("stream", -1)
+        kernels.append(Kernel(event["name"], event["ts"] - first, event["dur"], phase, stream))
     return kernels

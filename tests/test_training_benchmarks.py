@@ -94,6 +94,25 @@ def test_the_hidden_share_of_an_all_reduce() -> None:
     }
 
 
+def test_copies_and_signals_between_gpus_are_communication() -> None:
+    """So is what else runs on their stream: the sums, whose kernels have no name of their own."""
+
+    def kernel(name: str, start: float, duration: float, stream: int) -> trace.Kernel:
+        return trace.Kernel(name, start, duration, "backward", stream)
+
+    add = "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::Half>"
+    exchange = [
+        kernel("c10d::symmetric_memory::put_signal_kernel(unsigned int**, int)", 10, 5, 20),
+        kernel("c10d::symmetric_memory::wait_signal_kernel(unsigned int**, int)", 15, 5, 20),
+        kernel("Memcpy PtoP (Device -> Device)", 20, 60, 20),
+        kernel(add, 80, 20, 20),
+    ]
+    others = [kernel("gemm", 0, 60, 7), kernel(add, 60, 10, 7), kernel("Memcpy HtoD (Pinned -> Device)", 70, 5, 7)]
+    found = all_reduce.figures([trace.Step([*others, *exchange], 100)])
+    assert found["all_reduce_time"] == (pytest.approx(0.09), "ms")
+    assert found["all_reduce_exposed"] == (pytest.approx(0.025), "ms")
+
+
 def test_times_of_traces_are_sound_whatever_the_rounding() -> None:
     draw = random.Random(0)
     for _ in range(300):
@@ -147,6 +166,9 @@ def test_only_the_last_updates_are_measured() -> None:
     }
     with pytest.raises(RuntimeError, match="not hold all updates after update 20"):
         fairseq_wps.figures("\n".join([*rows[:-1], f"{PEAK} 1"]), run)
+    overflow = "NOTE: gradient overflow detected, ignoring gradient, setting loss scale to: 4.0"
+    with pytest.raises(RuntimeError, match="1 overflowed and were skipped, lower --fp16-init-scale"):
+        fairseq_wps.figures("\n".join([overflow, *rows[:-1], f"{PEAK} 1"]), run)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
