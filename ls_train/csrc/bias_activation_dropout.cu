@@ -32,16 +32,19 @@ template <class T, class Kind>
 constexpr int kForwardBlocks = kIsRelu<Kind> ? 4 : (sizeof(T) == 4 ? 3 : 4);
 template <class Kind>
 constexpr int kBackwardBlocks = kIsRelu<Kind> ? 4 : 3;
-// Blocks of the forward, a power of two, so that turns of most shapes are whole. relu's is held up by memory alone and
-// faster without the walk over tiles.
+// Threads of a block of the forward.
 template <class Kind>
-constexpr int64_t kForwardGrid = kIsRelu<Kind> ? kBlockATile : 1024;
-// Blocks of the backward: about as many as fit at a time, a power of two, so that turns of most shapes are whole.
+constexpr int kForwardThreads = kIsRelu<Kind> ? kTileThreads : 128;
+// Blocks of the forward. relu's is held up by memory alone and faster without the walk over tiles.
+template <class Kind>
+constexpr int64_t kForwardGrid = kIsRelu<Kind> ? kBlockATile : 1056;
+// Blocks of the backward: about as many as fit at a time.
 template <class Kind>
 constexpr int64_t kBackwardGrid = kIsRelu<Kind> ? 512 : 256;
 
 template <class T, class Kind>
-__global__ void __launch_bounds__(kTileThreads, tile_blocks(kForwardBlocks<T, Kind>))
+__global__ void __launch_bounds__(kForwardThreads<Kind>,
+                                  tile_blocks(kForwardBlocks<T, Kind>) * (kTileThreads / kForwardThreads<Kind>))
     bias_activation_dropout_fwd_kernel(T* __restrict__ y, const T* __restrict__ x, const T* __restrict__ bias,
                                        const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
                                        const Gelu gelu, const Turns turns, Kind) {
@@ -215,7 +218,7 @@ cudaError_t bias_activation_dropout_fwd(const TensorRef& y, const TensorRef& x, 
     return dispatch_activation(activation, [&](auto kind) {
       using Kind = decltype(kind);
       constexpr int kRows = kForwardRows<Kind>;
-      const Tiles t = tiles(n, columns, kPackWidth<T>, kRows, kAnyRowBlocks, kForwardGrid<Kind>);
+      const Tiles t = tiles(n, columns, kPackWidth<T>, kRows, kAnyRowBlocks, kForwardGrid<Kind>, kForwardThreads<Kind>);
       bias_activation_dropout_fwd_kernel<T><<<t.grid, t.block, 0, stream>>>(
           y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns, dropout,
           Gelu(kIsFolded<T, Kind> ? dropout.scale : 1.f), turns(t, kRows, columns), kind);

@@ -14,7 +14,7 @@
 namespace ls_train {
 namespace {
 
-// Blocks of the backward: as many as fit at a time, a power of two, so that turns of most shapes are whole.
+// Blocks of the backward: as many as fit at a time.
 constexpr int64_t kBackwardGrid = 512;
 
 // kAdd: with bias or residual; without them, dropout alone.

@@ -2,9 +2,10 @@
 //
 // column_sum_kernel
 //   Grid (column blocks of all sums), block (8, 32): threadIdx.x owns kWidth columns, threadIdx.y every 32nd row,
-//   several of them on their way at a time. Reads the partial rows [row block][C] of each sum once, writes (C,) T a sum
-//   (and reads it with accumulate): at most 264 rows a sum, which benchmarks of the operators that write them do not
-//   count.
+//   several of them on their way at a time. Behind the kernel that writes the partial rows it is launched while that
+//   one runs, where code for it is of compute capability 9.0 or later, and waits for its end. Reads the partial rows
+//   [row block][C] of each sum once, writes (C,) T a sum (and reads it with accumulate): at most 264 rows a sum, which
+//   benchmarks of the operators that write them do not count.
 #include "row_kernels.cuh"
 
 namespace ls_train {
@@ -37,6 +38,10 @@ __global__ void __launch_bounds__(kLanes* kSlices)
   const int lane = static_cast<int>(threadIdx.x), slice = static_cast<int>(threadIdx.y);
   const int column = first + lane * kWidth;
   float sum[kWidth] = {};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // For every thread: what follows this kernel must not begin before the kernel in front of it has ended.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   if (column < item.columns) {
     for (int row = slice; row < item.rows; row += kSlices * kInFlight) {
       Pack<float, kWidth> values[kInFlight];
@@ -68,9 +73,26 @@ __global__ void __launch_bounds__(kLanes* kSlices)
   }
 }
 
-}  // namespace
+// Whether kernels of this file wait for the one in front of them by themselves, which code for targets before 9.0 does
+// not, on newer cards either. Asked for once a device, because the call costs microseconds.
+bool waits_by_itself() {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> versions[kMaxDevices];  // of the instruction set; 0: not asked yet
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return false;
+  int version = versions[device].load(std::memory_order_relaxed);
+  if (version == 0) {
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, column_sum_kernel<float, 1>) != cudaSuccess) return false;
+    version = attributes.ptxVersion;
+    versions[device].store(version, std::memory_order_relaxed);
+  }
+  return version >= 90;
+}
 
-cudaError_t column_sum(const ColumnSum* sums, int count, DType dtype, bool accumulate, cudaStream_t stream) {
+// early: the launch in front of this one wrote the partial rows, and this one may begin before its end.
+cudaError_t launch_sums(const ColumnSum* sums, int count, DType dtype, bool accumulate, bool early,
+                        cudaStream_t stream) {
   return dispatch_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     for (int done = 0; done < count; done += kMaxSums) {
@@ -92,12 +114,26 @@ cudaError_t column_sum(const ColumnSum* sums, int count, DType dtype, bool accum
       }
       if (blocks == 0) continue;
       const auto kernel = width == 1 ? column_sum_kernel<T, 1> : column_sum_kernel<T, kPackWidth<float>>;
-      kernel<<<blocks, dim3(kLanes, kSlices), 0, stream>>>(launched, accumulate);
-      const cudaError_t error = cudaGetLastError();
+      cudaLaunchAttribute attribute = {};
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+      cudaLaunchConfig_t config = {};
+      config.gridDim = dim3(blocks);
+      config.blockDim = dim3(kLanes, kSlices);
+      config.stream = stream;
+      config.attrs = &attribute;
+      config.numAttrs = early ? 1 : 0;
+      const cudaError_t error = cudaLaunchKernelEx(&config, kernel, launched, accumulate);
       if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
   });
+}
+
+}  // namespace
+
+cudaError_t column_sum(const ColumnSum* sums, int count, DType dtype, bool accumulate, cudaStream_t stream) {
+  return launch_sums(sums, count, dtype, accumulate, false, stream);
 }
 
 cudaError_t finish_column_sums(const ColumnSums& sums, DType dtype, const float* workspace, int row_blocks, int columns,
@@ -110,7 +146,8 @@ cudaError_t finish_column_sums(const ColumnSums& sums, DType dtype, const float*
   for (int i = 0; i < sums.count; ++i) {
     items[i] = {sums.outputs[i], workspace + static_cast<int64_t>(i) * row_blocks * columns, row_blocks, columns};
   }
-  return column_sum(items, sums.count, dtype, accumulate, stream);
+  // Without rows there was no launch.
+  return launch_sums(items, sums.count, dtype, accumulate, row_blocks > 0 && waits_by_itself(), stream);
 }
 
 }  // namespace ls_train

@@ -27,9 +27,9 @@ struct EmbeddingForward {
   Dropout dropout;
 };
 
-constexpr int kForwardThreads = 256;
-constexpr int kForwardPacks = 4;  // of a row that a thread has under way
-constexpr int kEarlyPlaces = 2;   // of the position's row, which is near, that are asked for before they can be used
+constexpr int kForwardThreads = 64;  // small blocks, as what a row waits for differs
+constexpr int kForwardPacks = 4;     // of a row that a thread has under way
+constexpr int kEarlyPlaces = 2;      // of the position's row, which is near, that are asked for before they can be used
 
 struct Ids {                // of a row
   int64_t token, position;  // negative where one of them is not in its table
@@ -52,21 +52,8 @@ __device__ __forceinline__ Pack<T, kWidth> no_row(bool is_used) {
   return fill;
 }
 
-// Masks of a thread's packs in one word: pair i of pack k has bits 4 * k + i from the top of each half.
-__device__ __forceinline__ void join(uint32_t& joined, int k, const Masks8& masks) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) joined |= masks.word[i] & (0x80008000u >> (4 * k + i));
-}
-// Of words of Keep8 bits 15 and 31 alone are needed.
-__device__ __forceinline__ Keep8 split(uint32_t joined, int k) {
-  Keep8 keep;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) keep.word[i] = joined << (4 * k + i);
-  return keep;
-}
-
 template <class T>
-__global__ void __launch_bounds__(kForwardThreads, tile_blocks(kTileBlocks))
+__global__ void __launch_bounds__(kForwardThreads, tile_blocks(kTileBlocks) * (kTileThreads / kForwardThreads))
     embedding_fwd_kernel(const EmbeddingForward<T> a) {
   constexpr int kWidth = kPackWidth<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;

@@ -4,7 +4,7 @@
 //   One launch of three kinds of blocks of 256 threads, each of which writes other rows, every row once, without
 //   atomics and in a fixed order of additions. Blocks for long runs of equal ids look at 256 sorted positions and share
 //   the rows of a run among 32 workers of 8 lanes. Blocks for short runs: a worker has 8 sorted positions and sums the
-//   runs that start there, in order, four rows under way whatever run they belong to. Without accumulate, blocks for 32
+//   runs that start there, in order, four rows under way whatever run they belong to. Without accumulate, blocks for 16
 //   table rows each write zeros where no token has the id. Reads dy once; writes (with accumulate also reads) the rows
 //   of the ids in the batch, without accumulate the whole table: (N + V) * C * sizeof(T) bytes.
 #include "embedding_bwd.cuh"
@@ -19,7 +19,7 @@ constexpr int kRunLoads = 4;  // rows of a worker that are under way at once
 constexpr int kMaxWorkers = 32;
 template <int kWidth>
 constexpr int kLongLanes = kWidth > 1 ? 8 : kWarp;  // threads of a worker of a long run
-constexpr int kFillRows = 32;
+constexpr int kFillRows = 16;
 
 // Runs of more than kShortRun rows that start in this block's positions, one a thread, one run after another.
 template <class T, int kWidth>
@@ -113,13 +113,20 @@ __device__ __forceinline__ void sum_short_runs(const EmbeddingBackward<T>& a, un
       asked[j] = going && places[p] >= 0;
       if (asked[j]) grads[j] = load_streaming<kWidth>(a.dy + places[p] * a.columns + column);
     }
-    Keep8 keep[kRunLoads];  // decided while the rows are on their way
-    if (key.active()) {
+    uint32_t kept = ~0u;
+    if (key.active()) {  // decided while the rows are on their way
+      kept = 0;
 #pragma unroll
-      for (int j = 0; j < kRunLoads; ++j) keep[j] = keep8(key, places[chunk + j], static_cast<uint32_t>(column) / 8);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kRunLoads; ++j) keep[j] = keep_all();
+      for (int j = 0; j < kRunLoads; ++j) {
+        const int64_t row = places[chunk + j];
+        const uint32_t group = static_cast<uint32_t>(column) / 8;
+        if constexpr (kWidth > 1) {
+          const uint32_t plane = static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32);
+          join(kept, j, masks8(key, plane, static_cast<uint32_t>(row), group));
+        } else {
+          join(kept, j, keep8(key, row, group));
+        }
+      }
     }
 #pragma unroll
     for (int j = 0; j < kRunLoads; ++j) {
@@ -130,7 +137,7 @@ __device__ __forceinline__ void sum_short_runs(const EmbeddingBackward<T>& a, un
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) sum[i] = 0.f;
       }
-      if (asked[j]) add_row(grads[j], keep[j], key.scale, column, sum);
+      if (asked[j]) add_row(grads[j], split(kept, j), key.scale, column, sum);
     }
     chunk += kRunLoads;
   } while (chunk % kRunPositions != 0);
@@ -143,33 +150,36 @@ __device__ __forceinline__ void sum_short_runs(const EmbeddingBackward<T>& a, un
 // Zeros for the ids among kFillRows that get no gradient.
 template <class T, int kWidth>
 __device__ __forceinline__ void clear_absent(const EmbeddingBackward<T>& a, unsigned block) {
-  __shared__ bool absent[kFillRows];
-  __shared__ int64_t ends[2];  // the positions with ids of the block are in between
-  const int thread = linear_thread(), warp = thread / kWarp;
+  __shared__ bool present[kFillRows];
+  const int thread = linear_thread();
   const int64_t block_first = static_cast<int64_t>(block) * kFillRows;
-  if (warp < 2) {
-    ends[warp] = first_not_below(a.sorted_ids, a.n, block_first + warp * kFillRows, thread % kWarp);
-  }
+  if (thread < kFillRows) present[thread] = false;
+  const int64_t low = shortly_before<kBackwardThreads>(a.sorted_ids, a.n, block_first, thread);
   __syncthreads();
-  if (thread < kFillRows) {
-    const int64_t id = block_first + thread;
-    int64_t low = ends[0], high = ends[1];  // the first position whose id is not smaller is in [low, high]
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      if (a.sorted_ids[middle] < id) {
-        low = middle + 1;
-      } else {
-        high = middle;
+  const int64_t row = low + thread < a.n ? a.sorted_ids[low + thread] - block_first : kFillRows;
+  if (row >= 0 && row < kFillRows) present[row] = true;
+  if (__syncthreads_or(thread == kBackwardThreads - 1 && row < kFillRows)) {  // there may be more of these ids
+    if (thread < kFillRows) {
+      int64_t from = low, to = a.n;  // the first position whose id is not smaller is in [from, to]
+      while (from < to) {
+        const int64_t middle = (from + to) / 2;
+        if (a.sorted_ids[middle] < block_first + thread) {
+          from = middle + 1;
+        } else {
+          to = middle;
+        }
       }
+      present[thread] = from < a.n && a.sorted_ids[from] == block_first + thread;
     }
-    absent[thread] = id < a.vocabulary && (id == a.padding_idx || low == a.n || a.sorted_ids[low] != id);
+    __syncthreads();
   }
-  __syncthreads();
-  const int lanes = static_cast<int>(blockDim.x);
-  for (int r = static_cast<int>(threadIdx.y); r < kFillRows; r += static_cast<int>(blockDim.y)) {
-    if (!absent[r]) continue;
-    T* out = a.dweight + (block_first + r) * a.columns;
-    for (int column = static_cast<int>(threadIdx.x) * kWidth; column < a.columns; column += lanes * kWidth) {
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kFillRows), a.vocabulary - block_first));
+  for (int r = static_cast<int>(threadIdx.y); r < rows; r += static_cast<int>(blockDim.y)) {
+    const int64_t id = block_first + r;
+    if (present[r] && id != a.padding_idx) continue;
+    T* const out = a.dweight + id * a.columns;
+    for (int column = static_cast<int>(threadIdx.x) * kWidth; column < a.columns;
+         column += static_cast<int>(blockDim.x) * kWidth) {
       store(out + column, zero_pack<T, kWidth>());
     }
   }
@@ -219,7 +229,7 @@ cudaError_t embedding_bwd(const TensorRef& dweight, const TensorRef& dy, const T
       return cudaGetLastError();
     };
     if (a.columns == 0) return cudaSuccess;
-    return packs_fit<T>(a.columns, dweight.data, dy.data)
+    return packs_fit<T>(a.columns, dweight.data, dy.data) && masks_fit(a.dropout)
                ? launch(embedding_bwd_kernel<T, kPackWidth<T>>, kPackWidth<T>, kLongLanes<kPackWidth<T>>)
                : launch(embedding_bwd_kernel<T, 1>, 1, kLongLanes<1>);
   });

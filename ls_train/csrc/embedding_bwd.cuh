@@ -32,15 +32,7 @@ __device__ __forceinline__ void add_row(Pack<T, kWidth>& grad, const Keep8& keep
                                         float (&sum)[kWidth]) {
   keep_packed(grad);
   float d[kWidth];
-  if constexpr (kWidth == 8) {
-    clear_dropped(grad, keep);
-    unpack(grad, d);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) d[i] *= scale;
-  } else {
-    unpack(grad, d);
-    drop(d, keep, scale, column);
-  }
+  unpack_kept(grad, d, keep, scale, column);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) sum[i] += d[i];
 }
@@ -85,12 +77,14 @@ __device__ __forceinline__ void write_row(const EmbeddingBackward<T>& a, int64_t
   store(out, pack_floats<T>(sum));
 }
 
-// The first of n sorted ids that is not below `id`, searched for by a warp: 32 probes for each wait.
-__device__ __forceinline__ int64_t first_not_below(const int64_t* sorted_ids, int64_t n, int64_t id, int lane) {
+// At most kThreads / 2 positions before the first of n sorted ids that is not below `id`, or itself, searched for by a
+// block of kThreads: as many probes for each wait.
+template <int kThreads>
+__device__ __forceinline__ int64_t shortly_before(const int64_t* sorted_ids, int64_t n, int64_t id, int thread) {
   int64_t low = 0;
-  while (n > 0) {  // it is in [low, low + n]
-    const int64_t piece = ceil_div<int64_t>(n, kWarp), last = (lane + 1) * piece - 1;
-    const int below = __popc(__ballot_sync(kAllLanes, last < n && sorted_ids[low + last] < id));
+  while (n > kThreads / 2) {  // it is in [low, low + n]
+    const int64_t piece = ceil_div<int64_t>(n, kThreads), last = (thread + 1) * piece - 1;
+    const int below = __syncthreads_count(last < n && sorted_ids[low + last] < id);
     low += below * piece;
     n = min(piece - 1, n - below * piece);
   }

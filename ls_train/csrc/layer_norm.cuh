@@ -5,9 +5,10 @@
 // layer_norm_fwd_kernel
 //   Grid ceil(N / (groups * kRows)), block (lanes, groups) of 128 or more: `lanes` threads hold a row in registers.
 //   Few rows, and with dropout all, are spread over as many threads as they have packs, which shortens the chain from
-//   load to store; of many a warp holds one, which takes the fewest instructions. Rows are asked for before the number
-//   of used ones is known, so that a small batch waits for memory once. Reads x (and residual) once, writes y (and sum)
-//   once: 2 (kAdd: 4) * N * C * sizeof(T) bytes. For aligned rows of up to 2048 packs.
+//   load to store; of many a warp holds one, which takes the fewest instructions, and the weights come into the block's
+//   shared memory beside it. Rows are asked for before the number of used ones is known, so that a small batch waits
+//   for memory once. Reads x (and residual) once, writes y (and sum) once: 2 (kAdd: 4) * N * C * sizeof(T) bytes. For
+//   aligned rows of up to 2048 packs.
 // layer_norm_fwd_plain_kernel
 //   The same element by element, eight a thread, for rows that cannot be moved in packs. Rows that do not fit into
 //   registers are gone over in chunks and read from memory in the later passes.
@@ -89,6 +90,10 @@ __device__ __forceinline__ void clear_if(bool clear, Pack<T, kPackWidth<T>>& pac
 
 template <int kLanes>
 constexpr int kBlockThreads = kLanes < kForwardThreads ? kForwardThreads : kLanes;
+// Whether the rows of a block, of which a warp holds each, share the weights in shared memory: registers do not suffice
+// for them before the statistics are known.
+template <int kLanes, int kPacks, bool kAdd>
+constexpr bool kSharedWeights = kPacks > 1 && !kAdd && kLanes == kWarp;
 template <int kLanes, int kPacks, int kRows, bool kAdd>  // as many as 64 or 80 registers a thread allow, for many rows
 constexpr int kForwardBlocks = kPacks > 1 ? (kAdd || kRows > 1 ? 768 : 1024) / kBlockThreads<kLanes> : 1;
 
@@ -120,6 +125,15 @@ __global__ void __launch_bounds__(kBlockThreads<kLanes>, kForwardBlocks<kLanes, 
       weight[k] = load_if(valid, a.weight + c);
       norm_bias[k] = load_if(valid, a.norm_bias + c);
     }
+  }
+  constexpr bool kShared = kSharedWeights<kLanes, kPacks, kAdd>;
+  __shared__ Pack<T, kWidth> shared_weight[kShared ? 2 : 1][kShared ? kPacks * kWarp : 1];
+  if constexpr (kShared) {
+    for (int k = linear_thread(); k * kWidth < a.columns; k += kForwardThreads) {
+      __pipeline_memcpy_async(&shared_weight[0][k], a.weight + k * kWidth, 16);
+      __pipeline_memcpy_async(&shared_weight[1][k], a.norm_bias + k * kWidth, 16);
+    }
+    __pipeline_commit();
   }
   // Waits for the seed, so it comes after the loads.
   const DropoutKey key = kAdd ? dropout_key(a.dropout) : DropoutKey{};
@@ -199,6 +213,10 @@ __global__ void __launch_bounds__(kBlockThreads<kLanes>, kForwardBlocks<kLanes, 
     }
   }
   row_sums<kLanes, kPacks>(squares, scratch[1]);
+  if constexpr (kShared) {
+    __pipeline_wait_prior(0);
+    __syncthreads();
+  }
   float rstd[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -211,7 +229,10 @@ __global__ void __launch_bounds__(kBlockThreads<kLanes>, kForwardBlocks<kLanes, 
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     const bool valid = column(k) < a.columns;
-    if constexpr (!kSpread) {
+    if constexpr (kShared) {
+      weight[k] = shared_weight[0][k * kWarp + threadIdx.x];
+      norm_bias[k] = shared_weight[1][k * kWarp + threadIdx.x];
+    } else if constexpr (!kSpread) {
       weight[k] = load_if(valid, a.weight + column(k));
       norm_bias[k] = load_if(valid, a.norm_bias + column(k));
     }

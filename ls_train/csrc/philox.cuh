@@ -161,6 +161,23 @@ __device__ __forceinline__ void clear_dropped(Pack& pack, const Masks8& masks) {
   for (int i = 0; i < 4; ++i) words[i] &= masks.word[i];
 }
 
+// Decisions of four generator calls in one word, which starts as 0: pair i of call k has bits 4 * k + i from the top of
+// each half.
+__device__ __forceinline__ void join(uint32_t& joined, int k, const Masks8& masks) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) joined |= masks.word[i] & (0x80008000u >> (4 * k + i));
+}
+__device__ __forceinline__ void join(uint32_t& joined, int k, const Keep8& keep) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) joined |= keep.word[i] >> (4 * k + i) & (0x80008000u >> (4 * k + i));
+}
+__device__ __forceinline__ Keep8 split(uint32_t joined, int k) {
+  Keep8 keep;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) keep.word[i] = joined << (4 * k + i);
+  return keep;
+}
+
 // Applies dropout to kWidth elements of a row; kWidth divides 8 and column is a multiple of it.
 template <int kWidth>
 __device__ __forceinline__ void drop(float (&x)[kWidth], Keep8 keep, float scale, int column) {

@@ -75,12 +75,12 @@ struct Tiles {
 // and max_row_blocks of them one below another, for tiles of rows_a_thread rows a thread; of fewer rows where there
 // would not be a block for every second multiprocessor.
 inline Tiles tiles(int64_t rows, int64_t columns, int width, int rows_a_thread, int max_row_blocks,
-                   int64_t blocks = kCardfulBlocks) {
+                   int64_t blocks = kCardfulBlocks, int threads = kTileThreads) {
   const int64_t packs = ceil_div(columns, static_cast<int64_t>(width));
   int lanes = 1;
   while (lanes < kWarp && lanes < packs) lanes *= 2;
   const int64_t column_blocks = std::max<int64_t>(1, ceil_div(packs, static_cast<int64_t>(lanes)));
-  const int64_t groups = kTileThreads / lanes;
+  const int64_t groups = threads / lanes;
   while (rows_a_thread > 1 && column_blocks * ceil_div(rows, groups * rows_a_thread) <= kCardfulBlocks / 16) {
     rows_a_thread /= 2;
   }
@@ -103,14 +103,22 @@ inline Turns turns(const Tiles& t, int rows_a_thread, int columns) {
   return {groups, step, near, static_cast<int64_t>(step) * columns - near * (rows_a_thread - 1)};
 }
 
-// Calls body(plane, row, left) for the first row of each of a thread's tiles; row: its lower half, left: how many used
-// rows of its plane follow it. first: the thread's first row.
-template <class Body>
-__device__ __forceinline__ void for_turns(int64_t first, int64_t used, uint32_t step, Body&& body) {
+// Calls walk(plane, row, left) for every plane in which a thread has turns; row: the lower half of its first row there,
+// which walk moves on to the last one, left: how many used rows of the plane follow it. first: the thread's first row.
+template <class Walk>
+__device__ __forceinline__ void for_planes(int64_t first, int64_t used, uint32_t step, Walk&& walk) {
   while (first < used) {
     const uint32_t plane = static_cast<uint32_t>(static_cast<uint64_t>(first) >> 32);
     uint32_t row = static_cast<uint32_t>(first);
-    uint32_t left = static_cast<uint32_t>(min(used, (static_cast<int64_t>(plane) + 1) << 32) - 1 - first);
+    walk(plane, row, static_cast<uint32_t>(min(used, (static_cast<int64_t>(plane) + 1) << 32) - 1 - first));
+    first = (static_cast<int64_t>(plane) << 32 | row) + step;
+  }
+}
+
+// Calls body(plane, row, left) for the first row of each of a thread's tiles, as for_planes has them.
+template <class Body>
+__device__ __forceinline__ void for_turns(int64_t first, int64_t used, uint32_t step, Body&& body) {
+  for_planes(first, used, step, [&](uint32_t plane, uint32_t& row, uint32_t left) {
 #pragma unroll 1
     for (;;) {
       body(plane, row, left);
@@ -118,8 +126,7 @@ __device__ __forceinline__ void for_turns(int64_t first, int64_t used, uint32_t 
       left -= step;
       row += step;
     }
-    first = (static_cast<int64_t>(plane) << 32 | row) + step;
-  }
+  });
 }
 
 // The same for single rows that go through shared memory, kStages at a time: fetch(k, stage) asks for the row that is k
@@ -131,10 +138,7 @@ __device__ __forceinline__ void for_ring_turns(int64_t first, int64_t used, uint
     if (left >= k * step) fetch(k, stage);
     __pipeline_commit();
   };
-  while (first < used) {
-    const uint32_t plane = static_cast<uint32_t>(static_cast<uint64_t>(first) >> 32);
-    uint32_t row = static_cast<uint32_t>(first);
-    uint32_t left = static_cast<uint32_t>(min(used, (static_cast<int64_t>(plane) + 1) << 32) - 1 - first);
+  for_planes(first, used, step, [&](uint32_t plane, uint32_t& row, uint32_t left) {
 #pragma unroll
     for (int k = 0; k < kStages - 1; ++k) ask(left, k, k);
 #pragma unroll 1
@@ -149,8 +153,7 @@ __device__ __forceinline__ void for_ring_turns(int64_t first, int64_t used, uint
         row += step;
       }
     }
-    first = (static_cast<int64_t>(plane) << 32 | row) + step;
-  }
+  });
 }
 
 // p + distance. Hides what it comes from: the compiler would compute every row's address anew. Nor does it know that p
@@ -234,17 +237,17 @@ __device__ __forceinline__ Pack<T, kWidth> drop_and_pack(float (&x)[kWidth], con
 }
 
 // The elements x of a pack after dropout.
-template <class T, int kWidth>
-__device__ __forceinline__ void unpack_kept(Pack<T, kWidth> pack, float (&x)[kWidth], const Masks8& masks, float scale,
+template <class T, int kWidth, class Keep>
+__device__ __forceinline__ void unpack_kept(Pack<T, kWidth> pack, float (&x)[kWidth], const Keep& keep, float scale,
                                             int column) {
   if constexpr (kWidth == 8) {
-    clear_dropped(pack, masks);
+    clear_dropped(pack, keep);
     unpack(pack, x);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) x[i] *= scale;
   } else {
     unpack(pack, x);
-    drop(x, masks, scale, column);
+    drop(x, keep, scale, column);
   }
 }
 
@@ -279,20 +282,6 @@ class TileDropout {
     }
   }
 
-  // The same for the elements x of a pack, with fewer instructions for 16-bit types.
-  template <class T>
-  __device__ __forceinline__ void unpack_and_apply(Pack<T, kWidth> pack, float (&x)[kWidth], int r) const {
-    if constexpr (kWidth == 8) {
-      clear_dropped(pack, keep_[r]);
-      unpack(pack, x);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) x[i] *= key_.scale;
-    } else {
-      unpack(pack, x);
-      apply(x, r);
-    }
-  }
-
   // The same for the pack that x (kPositive: max(x, 0)) becomes.
   template <class T, bool kPositive = false>
   __device__ __forceinline__ Pack<T, kWidth> apply_and_pack(float (&x)[kWidth], int r) const {
@@ -314,6 +303,14 @@ class TileDropout {
 // ---------------------------------------------------------------------------------------------------------------
 // Column sums
 
+// Says that the launch of finish_column_sums may begin: its blocks come to the multiprocessors as room is left there
+// and wait for the end of this kernel. To be called by all threads of a block.
+__device__ __forceinline__ void let_sums_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Adds kSums sums, kPacks packs a thread at columns (first + k * blockDim.x) * kWidth, over threadIdx.y and writes the
 // first `count` into a workspace row each, `stride` floats from the last one's and aligned to 16 bytes where kWidth
 // > 1. first: pack column of threadIdx.x == 0. scratch: kSums * kPacks * kWidth floats a thread of the block, aligned
@@ -329,6 +326,7 @@ __device__ __forceinline__ void write_partials(float* partial, int64_t stride,
     const int row = ((sum * groups + group) * kPacks + k) * kChunks + c;
     return scratch + (row * lanes + (lane ^ (4 * c & (lanes - 1)))) * kChunk;
   };
+  let_sums_launch();  // its blocks would take room from the rows before
   __syncthreads();
 #pragma unroll
   for (int sum = 0; sum < kSums; ++sum) {

@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocks)
     for (int c = run.lane; run.live && c < a.keys; c += run.lanes) {
       if (c >= visible || (padding != nullptr && padding[c])) scores[c] = from_float<T>(-INFINITY);
     }
-    __syncwarp();
+    __syncthreads();  // groups at the end of a row reach into the next one
   }
   float v[kRunGroups<T>][8];
   float largest = -INFINITY, total = 0.f;
@@ -225,6 +225,7 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocks)
     }
   }
   total = lanes_reduce<Sum>(total, run.lanes);
+  __syncthreads();  // groups at the end of a row reach into the next one
 #pragma unroll
   for (int k = 0; k < kRunGroups<T>; ++k) {
     if (run.none(k)) break;

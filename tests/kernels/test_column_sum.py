@@ -163,3 +163,40 @@ def test_wrapper_errors() -> None:
         column_sum(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="column_sum: argument partial_rows holds 265"):
         column_sum(torch.zeros(1, 265, 3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("captured", [False, True], ids=["stream", "graph"])
+@pytest.mark.parametrize("rows, columns", [(64, 4096), (4096, 1024)])
+def test_sums_wait_for_the_rows_they_add(rows: int, columns: int, captured: bool) -> None:
+    """One workspace for calls that follow each other: each adds its own partial rows, not those of the call before."""
+    cases = [backward_calls("cuda", torch.float16, rows, columns) for _ in range(2)]
+    size = max(size for case in cases for _, _, size in case)
+    workspace = torch.full((size,), float("nan"), device="cuda")
+    turns = [(call, sums) for pair in zip(*cases, strict=True) for call, sums, _ in pair]
+
+    def backward(into: list[dict[str, Tensor]]) -> None:
+        for ((name, arguments), _), gradients in zip(turns, into, strict=True):
+            operator(name)(**arguments, **gradients, workspace=workspace, partial_rows=None, accumulate=False)
+
+    def gradients() -> list[dict[str, Tensor]]:
+        return [{key: torch.empty(columns, device="cuda", dtype=torch.float16) for key in sums} for _, sums in turns]
+
+    expected, actual = gradients(), [gradients() for _ in range(20)]
+    for i, turn in enumerate(expected):
+        ((name, arguments), _) = turns[i]
+        operator(name)(**arguments, **turn, workspace=workspace, partial_rows=None, accumulate=False)
+        torch.cuda.synchronize()
+        workspace.fill_(float("nan"))
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for into in actual:
+                backward(into)
+        graph.replay()
+    else:
+        for into in actual:
+            backward(into)
+    for into in actual:
+        for turn, wanted in zip(into, expected, strict=True):
+            assert all(torch.equal(turn[key], wanted[key]) for key in wanted)
