@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ls_train.layers.call import CROSS_ATTENTION, SELF_ATTENTION, Pass
-from ls_train.layers.linear import product, project, project_gradient
+from ls_train.layers.linear import project, project_gradient
 from ls_train.layers.residual import bias_gradient
 from ls_train.memory import Field
+from ls_train.ops._product import product
 from ls_train.params import transposed
 
 ops = torch.ops.ls_train

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ls_train.layers.column_sums import ColumnSums, aligned_sums
 from ls_train.layers.gradients import GradientWriter
-from ls_train.layers.linear import gemm_workspace
 from ls_train.memory import Workspace, aligned
 from ls_train.ops._arguments import statistics_dtype
+from ls_train.ops._product import gemm_workspace
 from ls_train.ops.attention import attention_workspace
 from ls_train.ops.bias_activation_dropout import bias_activation_dropout_workspace
 from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace

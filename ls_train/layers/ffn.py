@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ls_train.layers.call import ACTIVATION, Call, Pass
-from ls_train.layers.linear import product, project_gradient
+from ls_train.layers.linear import project_gradient
+from ls_train.ops._product import product
 from ls_train.ops.bias_activation_dropout import bias_activation_dropout_workspace, saves_output
 from ls_train.params import transposed
 

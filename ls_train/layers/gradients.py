@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from ls_train.grad_slots import GradSlot, GradSlots
-from ls_train.layers.linear import product
 from ls_train.memory import Workspace
+from ls_train.ops._product import product
 from ls_train.params import are_current, grad_slot, grad_slots, joined
 
 

@@ -13,6 +13,7 @@ from ls_train.layers.decoder_layer import decoder_block
 from ls_train.layers.encoder_layer import encoder_block
 from ls_train.layers.transformer import LSTransformer
 from ls_train.memory import round_size
+from ls_train.ops._product import gemm_workspace
 from ls_train.ops.linear_cross_entropy import chunk_rows
 
 
@@ -96,6 +97,7 @@ def memory_plan(
         workspace=max(
             _scratch(config.encoder, source_tokens, False, dtype),
             _scratch(config.decoder, tokens, True, dtype),
+            2 * gemm_workspace(dtype.itemsize),  # of the output projection, which uses two streams
         ),
         # Features, their gradient, the logits of a chunk and the weight's gradient before it is rounded.
         criterion=2 * activation

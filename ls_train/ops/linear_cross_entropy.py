@@ -1,26 +1,35 @@
 """Output projection and label-smoothed cross entropy together, without ever holding the whole logits.
 
 The rows go through in chunks: logits of a chunk, ``cross_entropy_inplace`` turns them into their gradient, and two
-products give the chunk's part of the gradients of input and weight. Only the sum over rows can therefore be
-differentiated. :func:`linear_cross_entropy` does all this in its forward, and its backward multiplies by the incoming
-gradient. Who knows that gradient before (a training step does: it is the loss scale) calls
-:func:`linear_cross_entropy_gradients`: the logits' gradients carry it, so that both gradients are final.
+products give the chunk's part of the gradients of input and weight. Large chunks use two streams: logits and loss by
+halves, then the products side by side, so that what one kernel leaves idle at its start and end is used by another.
+Only the sum over rows can therefore be differentiated. :func:`linear_cross_entropy` does all this in its forward, and
+its backward multiplies by the incoming gradient. Who knows that gradient before (a training step does: it is the loss
+scale) calls :func:`linear_cross_entropy_gradients`: the logits' gradients carry it, so that both gradients are final.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from ls_train._library import compiled
+from ls_train.memory import workspace
 from ls_train.ops._arguments import Arguments, check_kinds, statistics_dtype
+from ls_train.ops._product import gemm_workspace, product
 from ls_train.ops.cross_entropy import CrossEntropy, check_label_smoothing
 from ls_train.params import grad_slot
 
 _PARTS = 4
 _MANY_ROWS, _MANY_PARTS = 8192, 8  # an eighth of so many rows still fills the GPU
+_SIDE_ROWS = 512  # chunks of so many rows use two streams
+_SIDE_PARTS = 2  # of a chunk's logits
 # Smoothing spreads eps / (V - 1), 2.5e-6 for 0.1 over 40000 words, which is subnormal in float16.
 _FLOAT16_GRAD_SCALE = 32.0
 
@@ -196,30 +205,77 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
     correct = x.new_empty(total, dtype=torch.int32) if options.count_correct else None
     dx, dweight = (None, None) if gradients is None else gradients[:2]
     step = max(1, chunk_rows(total, gradients is not None and gradients.is_held))
+    is_split = dx is not None and dweight is not None and step >= _SIDE_ROWS and not torch.compiler.is_compiling()
+    main = torch.cuda.current_stream(x.device) if is_split and x.is_cuda else None
+    side = None if main is None else _side_stream(main)
+    size = -(-step // _SIDE_PARTS) if is_split else step
     rows, smoothing, ignored = options.rows, options.label_smoothing, options.ignore_index
     if rows is not None:
-        used = (rows - torch.arange(0, total, step, dtype=rows.dtype, device=rows.device)).clamp_(0, step)
+        starts = torch.arange(0, total, step, dtype=rows.dtype, device=rows.device)[:, None]
+        if is_split:
+            starts = starts + torch.arange(0, step, size, dtype=rows.dtype, device=rows.device)
+        used = (rows - starts).clamp_(0, size)
     buffer, weight_t = x.new_empty(min(step, total), weight.shape[0]), weight.t()
     # One call for the views of all chunks instead of one a chunk.
     views = [None if tensor is None else tensor.split(step) for tensor in (x, *losses, lse, correct, target, dx)]
-    for i in range(-(-total // step)):
-        part, loss, nll, sums, hits, targets, gradient = (view and view[i] for view in views)
-        logits = buffer if part.shape[0] == buffer.shape[0] else buffer[: part.shape[0]]
-        torch.mm(part, weight_t, out=logits)
-        count = None if rows is None else used[i : i + 1]
-        if gradients is None:
-            torch.ops.ls_train.cross_entropy_fwd(loss, nll, sums, hits, logits, targets, count, smoothing, ignored)
-            continue
-        torch.ops.ls_train.cross_entropy_inplace(
-            logits, loss, nll, hits, targets, count, gradients.scale, smoothing, ignored
-        )
-        if gradient is not None:
-            torch.mm(logits, weight, out=gradient)
-        if dweight is not None:
-            _write_product(dweight, logits.t(), part, gradients.accumulate or i > 0)
+    with _spaces(x) as spaces:
+        for i in range(-(-total // step)):
+            part, loss, nll, sums, hits, targets, gradient = (view and view[i] for view in views)
+            logits = buffer if part.shape[0] == buffer.shape[0] else buffer[: part.shape[0]]
+            if gradients is None:
+                _write_product(logits, part, weight_t, False, spaces[0])
+                count = None if rows is None else used[i]
+                torch.ops.ls_train.cross_entropy_fwd(loss, nll, sums, hits, logits, targets, count, smoothing, ignored)
+                continue
+            _wait(side, main)
+            pieces = [(part, logits, loss, nll, hits, targets)]
+            if is_split:
+                pieces = zip(*(view.split(size) if view is not None else (None,) * _SIDE_PARTS for view in pieces[0]))
+            for number, (features, *places, labels) in enumerate(pieces):
+                with _on(side if number % 2 else main):
+                    _write_product(places[0], features, weight_t, False, spaces[number % 2])
+                    count = None if rows is None else used[i, number : number + 1]
+                    torch.ops.ls_train.cross_entropy_inplace(
+                        *places, labels, count, gradients.scale, smoothing, ignored
+                    )
+            _wait(side, main)
+            _wait(main, side)
+            if gradient is not None:
+                with _on(side):
+                    _write_product(gradient, logits, weight, False, spaces[1])
+            if dweight is not None:
+                _write_product(dweight, logits.t(), part, gradients.accumulate or i > 0, spaces[0])
+            _wait(main, side)  # before the next chunk takes the buffer
     if total == 0 and dweight is not None and not gradients.accumulate:
         dweight.zero_()
     return CrossEntropy(losses[0].sum(), losses[1].sum(), None if correct is None else correct.sum())
+
+
+@contextlib.contextmanager
+def _spaces(x: Tensor) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Give each of the two streams' products its scratch, all from the workspace of the current stream."""
+    size = gemm_workspace(x.itemsize)
+    if size == 0 or torch.compiler.is_compiling() or compiled("product", x) is None:
+        yield None, None
+        return
+    with workspace(x, 2 * size) as scratch:
+        yield scratch.take((size,), torch.uint8), scratch.take((size,), torch.uint8)
+
+
+@functools.lru_cache(maxsize=32)
+def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Return the stream beside ``main``: one for each, as a stream that a graph is captured from must not be shared."""
+    return torch.cuda.Stream(main.device)
+
+
+def _wait(stream: torch.cuda.Stream | None, before: torch.cuda.Stream | None) -> None:
+    """Let ``stream`` go on behind what ``before`` has; both are None without a second stream."""
+    if stream is not None:
+        stream.wait_stream(before)
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _weight_gradient(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor | None:
@@ -235,8 +291,11 @@ def _weight_gradient(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor 
     return None
 
 
-def _write_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """Write ``a b`` to ``out``, or add it; ``out`` may be float32 with 16-bit factors."""
+def _write_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool, space: Tensor | None) -> None:
+    """Write ``a b`` to ``out``, or add it; ``out`` may be float32 with 16-bit factors, which torch multiplies."""
+    if space is not None and out.dtype == a.dtype:
+        product(out, a, b, None, accumulate, space)
+        return
     more = {}
     if out.dtype != a.dtype:
         if out.is_cuda:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -207,6 +209,59 @@ def test_a_gradient_that_does_not_fit_is_infinite(device: str, dtype: torch.dtyp
     _, dx, dweight = linear_cross_entropy_gradients(x, weight.requires_grad_(), target, gradient)
     assert bool(dweight.isfinite().all()) == (dtype != torch.float16)
     assert bool(dx.isfinite().all()) == (dtype != torch.float16)
+
+
+@on_every_type
+@pytest.mark.parametrize("used", [None, 35, 61])
+def test_halves_of_chunks(used: int | None, device: str, dtype: torch.dtype, monkeypatch) -> None:
+    """Chunks of 13 rows and at last of 9, in parts of 7: every one lies where it belongs, and unused rows too."""
+    x, weight, target = random_inputs((61, 16, 129), device, dtype)
+    weight.requires_grad_()
+    gradient = torch.full((1,), 4.0, device=device)
+    rows = None if used is None else row_count(used, device)
+
+    def sums_and_gradients() -> tuple[Tensor, ...]:
+        sums, *gradients = linear_cross_entropy_gradients(x, weight, target, gradient, 0.1, IGNORE, rows, True)
+        return *sums, *gradients
+
+    expected, parts = sums_and_gradients(), []
+    with monkeypatch.context() as patch:
+        module = sys.modules[chunk_rows.__module__]  # its name is its function too
+        write = module._write_product
+        patch.setattr(module, "_SIDE_ROWS", 2)
+        patch.setattr(module, "_write_product", lambda out, *rest: parts.append(len(out)) or write(out, *rest))
+        found = sums_and_gradients()
+    assert {2, 6, 7} < set(parts)
+    for name, actual, wanted in zip(("loss", "nll", "correct", "dx", "dweight"), found, expected, strict=True):
+        bound = 4 * torch.finfo(dtype).eps * float(wanted.abs().max())
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_two_streams_have_the_bits_of_one(dtype: torch.dtype, monkeypatch) -> None:
+    """Many times, as a buffer that is overwritten too early need not be noticed; captured too."""
+    x, weight, target = random_inputs((4096, 512, 8000), "cuda", dtype)
+    weight.requires_grad_()
+    gradient = torch.full((1,), 64.0, device="cuda")
+
+    def gradients() -> tuple[Tensor, ...]:
+        sums, *gradients = linear_cross_entropy_gradients(x, weight, target, gradient, 0.1, IGNORE)
+        return sums.loss, *gradients
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[chunk_rows.__module__], "_side_stream", lambda device: None)
+        expected = gradients()
+    for _ in range(30):
+        assert all(map(torch.equal, gradients(), expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    for _ in range(30):
+        for tensor in captured:
+            tensor.fill_(torch.nan)
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
 
 
 def test_holds_at_most_a_quarter_of_the_logits() -> None:

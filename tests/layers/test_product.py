@@ -1,10 +1,12 @@
 """Products of the compiled library against float64 and torch's own: shapes, layouts, streams and graphs."""
 
+import threading
+
 import pytest
 import torch
 
 from ls_train import _library
-from ls_train.layers.linear import GEMM_WORKSPACE, gemm_workspace, product
+from ls_train.ops._product import GEMM_WORKSPACE, gemm_workspace, product
 from ls_train.testing import assert_accurate, gpus
 
 needs_gpu = pytest.mark.skipif(not gpus(), reason="plans exist only in the compiled library")
@@ -54,6 +56,25 @@ def test_products_of_linear_layers(inputs, outputs, rows, dtype):
     for accumulate in (False, True):
         check(torch.randn_like(x), dy, weight, accumulate=accumulate)
         check(torch.randn_like(weight), dy.t(), x, accumulate=accumulate)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rows", [512, 1023, 3750])
+def test_products_over_a_vocabulary(rows, dtype):
+    """Many waves, where the first choice of the heuristic is not always taken; a plan of another thread is the same."""
+    x, logits = random(rows, 256, dtype=dtype), random(rows, 40000, dtype=dtype)
+    weight = random(40000, 256, dtype=dtype)
+    check(torch.empty_like(logits), x, weight.t())
+    check(torch.empty_like(x), logits, weight)
+    for accumulate in (False, True):
+        check(torch.randn_like(weight), logits.t(), x, accumulate=accumulate)
+    outs = torch.zeros_like(logits), torch.zeros_like(logits)
+    product(outs[0], x, weight.t())
+    thread = threading.Thread(target=product, args=(outs[1], x, weight.t()))
+    thread.start()
+    thread.join()
+    assert torch.equal(*outs)
 
 
 @needs_gpu

@@ -1,0 +1,55 @@
+"""Products of matrices: 16-bit ones by the compiled library's plans, others by torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ls_train._library import compiled, define
+from ls_train.memory import workspace
+
+define(
+    "product",
+    "(Tensor(a!) out, Tensor a, Tensor b, Tensor? bias, Tensor workspace, bool accumulate) -> ()",
+    compiled_only=True,
+)
+
+GEMM_WORKSPACE = 32 << 20
+"""Bytes of workspace for a product, what cuBLASLt's kernels for Hopper are recommended to get."""
+
+
+def gemm_workspace(itemsize: int) -> int:
+    """Return the bytes of workspace that products of elements of ``itemsize`` bytes take from their caller."""
+    return GEMM_WORKSPACE if itemsize == 2 else 0
+
+
+def product(
+    out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, accumulate: bool = False, space: Tensor | None = None
+) -> None:
+    """Write ``a b + bias``, or add ``a b`` with ``accumulate``.
+
+    The compiled library makes 16-bit products with plans of its own, which have other bits than torch's and are also
+    those of the layers' operators.
+
+    Args:
+        out: (M, N), written.
+        a: (M, K).
+        b: (K, N).
+        bias: (N,), or None; without ``accumulate``.
+        accumulate: add to what ``out`` holds.
+        space: uint8 (:func:`gemm_workspace`,), scratch that nothing else uses until the product is done; None: taken
+            from the workspace of the current stream.
+    """
+    size = gemm_workspace(out.itemsize)
+    run = compiled("product", out) if size else None
+    if run is not None and space is not None:
+        run(out, a, b, bias, space, accumulate)
+    elif run is not None:
+        with workspace(out, size) as scratch:
+            run(out, a, b, bias, scratch.take((size,), torch.uint8), accumulate)
+    elif accumulate:
+        torch.addmm(out, a, b, out=out)
+    elif bias is not None:
+        torch.addmm(bias, a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)
