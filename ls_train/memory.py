@@ -64,7 +64,6 @@ class SavedBlock:
         # Equal fields lie at equal distances, so that two calls give the views of all of them.
         self._views: list[tuple[list[str], bool, tuple[int, ...], tuple[int, ...], int]] = []
         self._begins: dict[str, int] = {}
-        self._begin_lists: dict[Sequence[str], list[int]] = {}
         start = 0
         for (columns, statistics), names in kinds.items():
             itemsize = (self._statistics if statistics else dtype).itemsize
@@ -84,10 +83,7 @@ class SavedBlock:
 
     def begins(self, names: Sequence[str]) -> list[int]:
         """Return the byte at which each of the tensors ``names`` begins, -1 for one that is not in the block."""
-        known = self._begin_lists.get(names)
-        if known is None:
-            known = self._begin_lists[names] = [self._begins.get(name, -1) for name in names]
-        return known
+        return [self._begins.get(name, -1) for name in names]
 
     def views(self, block: Tensor) -> SimpleNamespace:
         """Return the tensors inside ``block`` as attributes named after the fields."""

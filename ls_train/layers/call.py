@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ls_train.layers.column_sums import ColumnSums, aligned_sums
 from ls_train.layers.gradients import GradientWriter
-from ls_train.memory import Workspace, aligned
+from ls_train.memory import SavedBlock, Workspace, aligned
 from ls_train.ops._arguments import statistics_dtype
 from ls_train.ops._product import gemm_workspace
 from ls_train.ops.attention import attention_workspace
@@ -24,45 +23,71 @@ SITES = 8
 """Dropout sites reserved for a layer: site s of the layer with ``rng_offset`` o is constant ``o + s``."""
 SELF_ATTENTION, SELF_OUTPUT, CROSS_ATTENTION, CROSS_OUTPUT, ACTIVATION, FFN_OUTPUT = range(6)
 
+_NORM = ("sum", "mean", "rstd")
+FIELDS = (
+    *("qkv", "attended", "lse", *(f"self_norm_{part}" for part in _NORM)),
+    *("query", "cross_attended", "cross_lse", *(f"cross_norm_{part}" for part in _NORM)),
+    *(*(f"final_norm_{part}" for part in _NORM), "hidden"),
+)
+"""Saved tensors in the order in which the operators expect the places where they begin."""
+
 
 class Call(NamedTuple):
-    """Everything one call of a layer needs besides activations and parameters.
+    """Everything one call of a layer needs besides activations and parameters, in the order of the operators.
 
     Attributes:
         cu: int32 (B + 1,), starts of the sequences in the packed rows.
-        max_length: no sequence is longer.
         rows: int32 (1,), number of used rows.
+        seed: int64 (1,), or None without dropout.
+        memory_cu: int32 (B + 1,), starts of the sequences in the encoder output; None without cross attention.
         heads: H.
-        activation: name of the activation.
+        max_length: no sequence is longer.
+        memory_max_length: no encoder sequence is longer; 0 without cross attention.
+        layer: which layer's slice of the shared cross-attention keys and values to use.
+        offset: dropout constant of the layer's first site.
         normalize_before: pre-norm.
         causal: whether a row sees only itself and earlier rows of its sequence.
         eps: of the layer norms.
-        seed: int64 (1,), or None without dropout.
-        offset: dropout constant of the layer's first site.
         dropout: probability on the output of attention and feed-forward.
         attention_dropout: probability on attention weights.
         activation_dropout: probability after the activation.
-        memory_cu: int32 (B + 1,), starts of the sequences in the encoder output; None without cross attention.
-        memory_max_length: no encoder sequence is longer.
-        layer: which layer's slice of the shared cross-attention keys and values to use.
+        activation: name of the activation.
     """
 
     cu: Tensor
-    max_length: int
     rows: Tensor
+    seed: Tensor | None
+    memory_cu: Tensor | None
     heads: int
-    activation: str
+    max_length: int
+    memory_max_length: int
+    layer: int
+    offset: int
     normalize_before: bool
     causal: bool
     eps: float
-    seed: Tensor | None
-    offset: int
     dropout: float
     attention_dropout: float
     activation_dropout: float
-    memory_cu: Tensor | None = None
-    memory_max_length: int = 0
-    layer: int = 0
+    activation: str
+
+
+class Sizes(NamedTuple):
+    """Memory that the passes of a layer take in calls of one shape.
+
+    Attributes:
+        layout: of the saved block.
+        begins: byte at which each of the saved tensors :data:`FIELDS` begins.
+        forward: bytes of workspace of the forward, without a block that is not saved.
+        backward: bytes of workspace of the backward.
+        sums: from :func:`backward_sums`.
+    """
+
+    layout: SavedBlock
+    begins: list[int]
+    forward: int
+    backward: int
+    sums: int
 
 
 class Pass(NamedTuple):
@@ -110,7 +135,24 @@ def backward_pass(
     return Pass(call, parameters, saved, scratch, writer, row_sums, column_sums)
 
 
-@lru_cache(maxsize=1024)
+def layer_sizes(
+    layout: SavedBlock,
+    rows: int,
+    embed_dim: int,
+    ffn_dim: int,
+    heads: int,
+    itemsize: int,
+    cross: bool,
+    normalize_before: bool,
+) -> Sizes:
+    """Return the sizes of a layer whose saved block has ``layout``; the arguments are those of the functions below."""
+    forward = forward_scratch(rows, embed_dim, ffn_dim, itemsize)
+    sums = backward_sums(rows, embed_dim, ffn_dim, cross, normalize_before)
+    buffers = 2 + cross + normalize_before
+    backward = backward_scratch(rows, embed_dim, ffn_dim, heads, itemsize, sums, buffers)
+    return Sizes(layout, layout.begins(FIELDS), forward, backward, sums)
+
+
 def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int) -> int:
     """Return the bytes of workspace that a layer's forward takes, without a block that is not saved.
 
@@ -119,7 +161,6 @@ def forward_scratch(rows: int, embed_dim: int, ffn_dim: int, itemsize: int) -> i
     return 2 * aligned(rows * embed_dim * itemsize) + aligned(rows * ffn_dim * itemsize) + gemm_workspace(itemsize)
 
 
-@lru_cache(maxsize=1024)
 def backward_sums(rows: int, embed_dim: int, ffn_dim: int, cross: bool, normalize_before: bool) -> int:
     """Return the number of elements that the column sums of a layer's backward need until they are added up.
 
@@ -139,7 +180,6 @@ def backward_sums(rows: int, embed_dim: int, ffn_dim: int, cross: bool, normaliz
     return sum(map(aligned_sums, parts))
 
 
-@lru_cache(maxsize=1024)
 def backward_scratch(
     rows: int, embed_dim: int, ffn_dim: int, heads: int, itemsize: int, sums: int, buffers: int
 ) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ls_train._library import compiled, define
-from ls_train.layers.call import Call
+from ls_train.layers.call import Call, Sizes
 from ls_train.layers.gradients import GradientWriter, Held
-from ls_train.memory import SavedBlock, Workspace
+from ls_train.memory import Workspace
 from ls_train.params import joined
 
 _SCALARS = (
@@ -35,16 +35,8 @@ define(
     compiled_only=True,
 )
 
-_NORM = ("sum", "mean", "rstd")
-FIELDS = (
-    *("qkv", "attended", "lse", *(f"self_norm_{part}" for part in _NORM)),
-    *("query", "cross_attended", "cross_lse", *(f"cross_norm_{part}" for part in _NORM)),
-    *(*(f"final_norm_{part}" for part in _NORM), "hidden"),
-)
-"""Saved tensors in the order in which the operators expect the places where they begin."""
-
 _JOINED = 6  # weights and biases of q, k and v, the first parameters of a layer
-_INPUTS = "parameters of an operator"
+_OPERANDS = "parameters of an operator"
 _POINTER = Tensor.data_ptr
 _QKV_WEIGHT, _QKV_BIAS = ("q_weight", "k_weight", "v_weight"), ("q_bias", "k_bias", "v_bias")
 
@@ -58,26 +50,24 @@ def layer_forward(
     y: Tensor,
     block: Tensor,
     scratch: Workspace,
-    size: int,
     x: Tensor,
     kv: Tensor | None,
     parameters: Sequence[Tensor],
     held: Held | None,
-    layout: SavedBlock,
+    sizes: Sizes,
     call: Call,
 ) -> bool:
     """Run a layer's forward if the operator takes the call, and return whether it did.
 
     Args:
         y: (N, C), written.
-        block: of ``layout``, written.
+        block: the saved block, written.
         scratch: workspace.
-        size: bytes of it to use.
         x: (N, C).
         kv: (Ns, L * 2C) cross-attention keys and values, or None.
         parameters: of the layer, those of q, k and v first.
         held: what stands for them, if they are held.
-        layout: of ``block``.
+        sizes: of the call.
         call: the call.
     """
     run = compiled("layer_fwd", x)
@@ -86,8 +76,8 @@ def layer_forward(
     tensors = _inputs(parameters, held, kv)
     if tensors is None:
         return False
-    space = scratch.take((size // x.itemsize,), x.dtype)
-    run(y, block, space, x, kv, tensors, *_call_arguments(call, layout))
+    space = scratch.take((sizes.forward // x.itemsize,), x.dtype)
+    run(y, block, space, x, kv, tensors, *call, sizes.begins)
     return True
 
 
@@ -96,16 +86,14 @@ def layer_backward(
     dkv: Tensor | None,
     dy: Tensor,
     scratch: Workspace,
-    size: int,
     x: Tensor,
     kv: Tensor | None,
     block: Tensor,
     parameters: Sequence[Tensor],
     groups: Sequence[Sequence[str]],
     writer: GradientWriter,
-    layout: SavedBlock,
+    sizes: Sizes,
     call: Call,
-    sums: int,
 ) -> bool:
     """Run a layer's backward if the operator takes the call, and return whether it did.
 
@@ -115,7 +103,6 @@ def layer_backward(
         dy: (N, C).
         groups: of :func:`parameter_groups`.
         writer: where the gradients of the parameters go.
-        sums: float32 elements for column sums.
 
     The other arguments are those of :func:`layer_forward`.
     """
@@ -126,8 +113,8 @@ def layer_backward(
     if tensors is None:
         return False
     gradients, accumulate = writer.open(*groups)
-    space = scratch.take((size // x.itemsize,), x.dtype)
-    run(dx, dkv, space, gradients, dy, block, x, kv, tensors, *_call_arguments(call, layout), sums, accumulate)
+    space = scratch.take((sizes.backward // x.itemsize,), x.dtype)
+    run(dx, dkv, space, gradients, dy, block, x, kv, tensors, *call, sizes.begins, sizes.sums, accumulate)
     return True
 
 
@@ -139,34 +126,12 @@ def _inputs(parameters: Sequence[Tensor], held: Held | None, kv: Tensor | None) 
         return _join(parameters)
     remembered = held.slots.remembered
     pointers = list(map(_POINTER, parameters[:_JOINED]))
-    known = remembered.get(_INPUTS)
+    known = remembered.get(_OPERANDS)
     if known is None or known[0] != pointers:
-        known = remembered[_INPUTS] = pointers, _join(parameters)
+        known = remembered[_OPERANDS] = pointers, _join(parameters)
     return known[1]
 
 
 def _join(parameters: Sequence[Tensor]) -> list[Tensor] | None:
     weight, bias = joined(parameters[0:_JOINED:2]), joined(parameters[1:_JOINED:2])
     return None if weight is None or bias is None else [weight, bias, *parameters[_JOINED:]]
-
-
-def _call_arguments(call: Call, layout: SavedBlock) -> tuple:
-    return (
-        call.cu,
-        call.rows,
-        call.seed,
-        call.memory_cu,
-        call.heads,
-        call.max_length,
-        call.memory_max_length,
-        call.layer,
-        call.offset,
-        call.normalize_before,
-        call.causal,
-        call.eps,
-        call.dropout,
-        call.attention_dropout,
-        call.activation_dropout,
-        call.activation,
-        layout.begins(FIELDS),
-    )

@@ -26,10 +26,9 @@ from ls_train.layers.call import (
     SELF_OUTPUT,
     Call,
     Pass,
+    Sizes,
     backward_pass,
-    backward_scratch,
-    backward_sums,
-    forward_scratch,
+    layer_sizes,
 )
 from ls_train.layers.compiled import layer_backward, layer_forward, parameter_groups
 from ls_train.layers.config import LayerConfig
@@ -76,10 +75,10 @@ class DecoderParameters(NamedTuple):
 
 
 _INDEX = {name: i for i, name in enumerate(DecoderParameters._fields)}
+_FC1 = _INDEX["fc1_weight"]
 _GROUPS = parameter_groups(DecoderParameters._fields)
 
 
-@lru_cache(maxsize=1024)
 def decoder_block(
     rows: int, embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool, dtype: torch.dtype
 ) -> SavedBlock:
@@ -95,6 +94,12 @@ def decoder_block(
     return SavedBlock(fields, rows, dtype)
 
 
+@lru_cache(maxsize=1024)
+def _sizes(rows: int, embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool, dtype: torch.dtype) -> Sizes:
+    layout = decoder_block(rows, embed_dim, ffn_dim, heads, normalize_before, dtype)
+    return layer_sizes(layout, rows, embed_dim, ffn_dim, heads, dtype.itemsize, True, normalize_before)
+
+
 class DecoderLayerFunction(torch.autograd.Function):
     """(y, kv) of a decoder layer; ``kv`` is handed on so that its gradient is one buffer, see ``cross_kv``."""
 
@@ -104,17 +109,16 @@ class DecoderLayerFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return the layer's output (N, C) for ``x`` (N, C), and ``kv`` itself; ``save``: a backward may follow."""
         parameters, held = given(arguments)
-        y, (rows, size), ffn_dim = torch.empty_like(x), x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
-        layout = decoder_block(rows, size, ffn_dim, call.heads, call.normalize_before, x.dtype)
-        temporary = forward_scratch(rows, size, ffn_dim, x.itemsize)
-        with workspace(x, temporary + (0 if save else aligned(layout.size))) as scratch:
+        y, ffn_dim = torch.empty_like(x), parameters[_FC1].shape[0]
+        sizes = _sizes(*x.shape, ffn_dim, call.heads, call.normalize_before, x.dtype)
+        layout, saved = sizes.layout, None
+        with workspace(x, sizes.forward + (0 if save else aligned(layout.size))) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
-            saved = None
-            if not layer_forward(y, block, scratch, temporary, x, kv, parameters, held, layout, call):
+            if not layer_forward(y, block, scratch, x, kv, parameters, held, sizes, call):
                 saved = layout.views(block)
                 _forward(y, x, kv, Pass(call, DecoderParameters(*parameters), saved, scratch))
         if save:
-            ctx.call, ctx.layout, ctx.saved = call, layout, None if saved is None else kept(saved)
+            ctx.call, ctx.sizes, ctx.saved = call, sizes, None if saved is None else kept(saved)
             save_parameters(ctx, arguments, x, kv, block)
             ctx.set_materialize_grads(False)
         return y, kv
@@ -127,23 +131,20 @@ class DecoderLayerFunction(torch.autograd.Function):
         saved, ctx.saved = ctx.saved, None
         if dy is None:
             return None, None, None, dkv, *([None] * (len(ctx.needs_input_grad) - 4))
-        call, layout, needed = ctx.call, ctx.layout, ctx.needs_input_grad
+        call, sizes, needed = ctx.call, ctx.sizes, ctx.needs_input_grad
         dy, dx = dy.contiguous(), torch.empty_like(x)
-        (rows, size), ffn_dim = x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
+        size = x.shape[1]
         columns = slice(call.layer * 2 * size, (call.layer + 1) * 2 * size)
-        sums = backward_sums(rows, size, ffn_dim, True, call.normalize_before)
-        buffers = 4 if call.normalize_before else 3
-        temporary = backward_scratch(rows, size, ffn_dim, call.heads, x.itemsize, sums, buffers)
-        with workspace(x, temporary) as scratch:
+        with workspace(x, sizes.backward) as scratch:
             writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
             if needed[3]:
                 dkv, dkv_slice = gradient_slice(dkv, kv, columns)
             else:
                 dkv, dkv_slice = None, scratch.take((kv.shape[0], 2 * size), x.dtype)
-            memory = (scratch, temporary, x, kv, block, parameters)
-            if not layer_backward(dx, dkv_slice, dy, *memory, _GROUPS, writer, layout, call, sums):
-                saved = layout.views(block) if saved is None else saved
-                run = backward_pass(call, DecoderParameters(*parameters), saved, scratch, writer, x, sums)
+            memory = (scratch, x, kv, block, parameters)
+            if not layer_backward(dx, dkv_slice, dy, *memory, _GROUPS, writer, sizes, call):
+                saved = sizes.layout.views(block) if saved is None else saved
+                run = backward_pass(call, DecoderParameters(*parameters), saved, scratch, writer, x, sizes.sums)
                 _backward(dx, dkv_slice, dy, x, kv, run)
                 run.column_sums.finish()
             if dkv is not None:

@@ -17,10 +17,9 @@ from ls_train.layers.call import (
     SELF_OUTPUT,
     Call,
     Pass,
+    Sizes,
     backward_pass,
-    backward_scratch,
-    backward_sums,
-    forward_scratch,
+    layer_sizes,
 )
 from ls_train.layers.compiled import layer_backward, layer_forward, parameter_groups
 from ls_train.layers.config import LayerConfig, from_preset
@@ -59,10 +58,10 @@ class EncoderParameters(NamedTuple):
 
 
 _INDEX = {name: i for i, name in enumerate(EncoderParameters._fields)}
+_FC1 = _INDEX["fc1_weight"]
 _GROUPS = parameter_groups(EncoderParameters._fields)
 
 
-@lru_cache(maxsize=1024)
 def encoder_block(
     rows: int, embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool, dtype: torch.dtype
 ) -> SavedBlock:
@@ -76,6 +75,12 @@ def encoder_block(
     return SavedBlock(fields, rows, dtype)
 
 
+@lru_cache(maxsize=1024)
+def _sizes(rows: int, embed_dim: int, ffn_dim: int, heads: int, normalize_before: bool, dtype: torch.dtype) -> Sizes:
+    layout = encoder_block(rows, embed_dim, ffn_dim, heads, normalize_before, dtype)
+    return layer_sizes(layout, rows, embed_dim, ffn_dim, heads, dtype.itemsize, False, normalize_before)
+
+
 class EncoderLayerFunction(torch.autograd.Function):
     """Self-attention and feed-forward with residuals and layer norms; with ``call.causal`` a decoder-only layer."""
 
@@ -83,17 +88,16 @@ class EncoderLayerFunction(torch.autograd.Function):
     def forward(ctx: FunctionCtx, call: Call, save: bool, x: Tensor, *arguments: Tensor | Held) -> Tensor:
         """Return the layer's output (N, C) for ``x`` (N, C); ``save``: a backward may follow."""
         parameters, held = given(arguments)
-        y, (rows, size), ffn_dim = torch.empty_like(x), x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
-        layout = encoder_block(rows, size, ffn_dim, call.heads, call.normalize_before, x.dtype)
-        temporary = forward_scratch(rows, size, ffn_dim, x.itemsize)
-        with workspace(x, temporary + (0 if save else aligned(layout.size))) as scratch:
+        y, ffn_dim = torch.empty_like(x), parameters[_FC1].shape[0]
+        sizes = _sizes(*x.shape, ffn_dim, call.heads, call.normalize_before, x.dtype)
+        layout, saved = sizes.layout, None
+        with workspace(x, sizes.forward + (0 if save else aligned(layout.size))) as scratch:
             block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
-            saved = None
-            if not layer_forward(y, block, scratch, temporary, x, None, parameters, held, layout, call):
+            if not layer_forward(y, block, scratch, x, None, parameters, held, sizes, call):
                 saved = layout.views(block)
                 _forward(y, x, Pass(call, EncoderParameters(*parameters), saved, scratch))
         if save:
-            ctx.call, ctx.layout, ctx.saved = call, layout, None if saved is None else kept(saved)
+            ctx.call, ctx.sizes, ctx.saved = call, sizes, None if saved is None else kept(saved)
             save_parameters(ctx, arguments, x, block)
         return y
 
@@ -103,18 +107,14 @@ class EncoderLayerFunction(torch.autograd.Function):
         """Return the gradients of ``x`` and of the parameters that have no slot in a flat buffer."""
         (x, block), parameters = saved_parameters(ctx, 2)
         saved, ctx.saved = ctx.saved, None
-        call, layout = ctx.call, ctx.layout
+        call, sizes = ctx.call, ctx.sizes
         dy, dx = dy.contiguous(), torch.empty_like(x)
-        (rows, size), ffn_dim = x.shape, parameters[_INDEX["fc1_weight"]].shape[0]
-        sums = backward_sums(rows, size, ffn_dim, False, call.normalize_before)
-        buffers = 3 if call.normalize_before else 2
-        temporary = backward_scratch(rows, size, ffn_dim, call.heads, x.itemsize, sums, buffers)
-        with workspace(x, temporary) as scratch:
+        with workspace(x, sizes.backward) as scratch:
             writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
-            memory = (scratch, temporary, x, None, block, parameters)
-            if not layer_backward(dx, None, dy, *memory, _GROUPS, writer, layout, call, sums):
-                saved = layout.views(block) if saved is None else saved
-                run = backward_pass(call, EncoderParameters(*parameters), saved, scratch, writer, x, sums)
+            memory = (scratch, x, None, block, parameters)
+            if not layer_backward(dx, None, dy, *memory, _GROUPS, writer, sizes, call):
+                saved = sizes.layout.views(block) if saved is None else saved
+                run = backward_pass(call, EncoderParameters(*parameters), saved, scratch, writer, x, sizes.sums)
                 _backward(dx, dy, x, run)
                 run.column_sums.finish()
         return None, None, dx if ctx.needs_input_grad[2] else None, *writer.finish()
@@ -290,22 +290,33 @@ class LSTransformerEncoderLayer(nn.Module):
     def _build_cross_attention(self, config: LayerConfig) -> None:
         """Build what a decoder layer has between self-attention and feed-forward; nothing here."""
 
-    def _call(self, packing: Packing, seed: Tensor | None, rng_offset: int, *memory: Any) -> Call:
-        """Return what a call needs; ``memory``: ``memory_cu``, ``memory_max_length`` and ``layer`` of :class:`Call`."""
+    def _call(
+        self,
+        packing: Packing,
+        seed: Tensor | None,
+        rng_offset: int,
+        memory_cu: Tensor | None = None,
+        memory_max_length: int = 0,
+        layer: int = 0,
+    ) -> Call:
+        """Return what a call needs; the arguments are those of :meth:`forward_packed` and attributes of the result."""
         rates = (self.dropout, self.attention_dropout, self.activation_dropout) if self.training else (0.0, 0.0, 0.0)
+        cu = packing.cu_seqlens
         return Call(
-            packing.cu_seqlens,
-            packing.max_length,
+            cu,
             packing.rows,
+            modules.dropout_seed(seed, rates, cu),
+            memory_cu,
             self.heads,
-            self.activation,
+            packing.max_length,
+            memory_max_length,
+            layer,
+            rng_offset,
             self.normalize_before,
             self.causal,
             self.eps,
-            modules.dropout_seed(seed, rates, packing.cu_seqlens),
-            rng_offset,
             *rates,
-            *memory,
+            self.activation,
         )
 
     def _self_modules(self) -> list[nn.Module]:

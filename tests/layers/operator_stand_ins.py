@@ -12,17 +12,12 @@ import pytest
 from torch import Tensor
 
 from ls_train.layers import decoder_layer, encoder_layer
-from ls_train.layers.call import Call, Pass, backward_pass
-from ls_train.layers.compiled import FIELDS, parameter_groups
+from ls_train.layers.call import FIELDS, Call, Pass, backward_pass
+from ls_train.layers.compiled import parameter_groups
 from ls_train.layers.decoder_layer import DecoderParameters, decoder_block
 from ls_train.layers.encoder_layer import EncoderParameters, encoder_block
 from ls_train.layers.gradients import GradientWriter
 from ls_train.memory import Workspace
-
-_ORDER = (
-    *("cu", "rows", "seed", "memory_cu", "heads", "max_length", "memory_max_length", "layer", "offset"),
-    *("normalize_before", "causal", "eps", "dropout", "attention_dropout", "activation_dropout", "activation"),
-)
 
 
 class Gradients:
@@ -72,7 +67,7 @@ def layer_bwd(
 
 
 def _run(x: Tensor, kv: Tensor | None, block: Tensor, parameters: Sequence[Tensor], others: Sequence[Any]) -> Pass:
-    call = Call(**dict(zip(_ORDER, others[:-1], strict=True)))
+    call = Call(*others[:-1])
     kind, layout_of = (EncoderParameters, encoder_block) if kv is None else (DecoderParameters, decoder_block)
     weight, bias, *rest = parameters
     together = [part for pair in zip(weight.chunk(3), bias.chunk(3), strict=True) for part in pair]

@@ -5,8 +5,8 @@ import torch
 
 from ls_train import _library
 from ls_train.layers import decoder_layer, encoder_layer
-from ls_train.layers.call import forward_scratch
-from ls_train.layers.compiled import FIELDS, parameter_groups
+from ls_train.layers.call import FIELDS, Call, forward_scratch
+from ls_train.layers.compiled import parameter_groups
 from ls_train.layers.cross_kv import cross_kv
 from ls_train.layers.decoder_layer import DecoderParameters, LSTransformerDecoderLayer, decoder_block
 from ls_train.layers.encoder_layer import EncoderParameters, LSTransformerEncoderLayer, encoder_block
@@ -146,6 +146,13 @@ def test_bad_arguments_are_refused(change, message):
 def test_operators_are_not_called_without_a_compiled_library():
     assert _library.compiled("layer_fwd", torch.empty(1)) is None
     assert _library.compiled("layer_fwd", torch.empty(1, device="meta")) is None
+
+
+@pytest.mark.parametrize("name", ["layer_fwd", "layer_bwd"])
+def test_operators_take_a_call_in_its_order(name):
+    arguments = [argument.name for argument in getattr(torch.ops.ls_train, name).default._schema.arguments]
+    first = arguments.index("parameters") + 1
+    assert tuple(arguments[first : first + len(Call._fields) + 1]) == (*Call._fields, "fields")
 
 
 @pytest.mark.parametrize("parameters", [EncoderParameters, DecoderParameters])
