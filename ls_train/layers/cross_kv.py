@@ -81,8 +81,8 @@ class CrossKVFunction(torch.autograd.Function):
         return None, dmemory, *writer.finish()
 
 
-def gradient_slice(dkv: Tensor | None, kv: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return the buffer for the gradient of ``kv``, and where to write the slice ``columns`` of it.
+def gradient_slice(dkv: Tensor | None, kv: Tensor, begin: int, width: int) -> tuple[Tensor, Tensor, bool]:
+    """Return the buffer for the gradient of ``kv``, where to write a slice of it, and whether that is part of it.
 
     The target is the slice itself while the buffer holds nothing but what layers of this chain wrote into other
     slices. Otherwise (keys and values were used elsewhere too) it is a separate tensor, added by :func:`finish_slice`.
@@ -90,36 +90,32 @@ def gradient_slice(dkv: Tensor | None, kv: Tensor, columns: slice) -> tuple[Tens
     Args:
         dkv: gradient that later layers handed on, or None.
         kv: the keys and values, for the shape.
-        columns: the layer's slice.
+        begin: first column of the layer's slice.
+        width: number of its columns.
     """
     if dkv is None:
         buffer = torch.zeros_like(kv)
         setattr(buffer, _MARK, _Chain(frozenset(), buffer._version))
-        return buffer, _part(buffer, columns)
+        return buffer, buffer.narrow(1, begin, width), True
     chain = getattr(dkv, _MARK, None)
     if chain is None or chain.version != dkv._version:
         # Not ours, or somebody added to it: it may be in use elsewhere.
         dkv = dkv.clone(memory_format=torch.contiguous_format)
         chain = _Chain(None, dkv._version)
         setattr(dkv, _MARK, chain)
-    if chain.written is not None and columns.start not in chain.written:
-        return dkv, _part(dkv, columns)
-    return dkv, dkv.new_empty(dkv.shape[0], columns.stop - columns.start)
+    if chain.written is not None and begin not in chain.written:
+        return dkv, dkv.narrow(1, begin, width), True
+    return dkv, dkv.new_empty(dkv.shape[0], width), False
 
 
-def finish_slice(buffer: Tensor, target: Tensor, columns: slice) -> Tensor:
-    """Return ``buffer`` after ``target`` of :func:`gradient_slice` was written."""
+def finish_slice(buffer: Tensor, target: Tensor, is_part: bool, begin: int) -> None:
+    """Note in ``buffer`` that ``target``, both of :func:`gradient_slice`, was written."""
     written = getattr(buffer, _MARK).written
-    if target.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
-        buffer[:, columns].add_(target)
-    elif written is not None:
-        written |= {columns.start}
+    if is_part:
+        written |= {begin}
+    else:
+        buffer.narrow(1, begin, target.shape[1]).add_(target)
     setattr(buffer, _MARK, _Chain(written, buffer._version))
-    return buffer
-
-
-def _part(buffer: Tensor, columns: slice) -> Tensor:
-    return buffer.narrow(1, columns.start, columns.stop - columns.start)  # faster than indexing
 
 
 @modules.check_kinds

@@ -30,7 +30,7 @@ from ls_train.layers.call import (
     backward_pass,
     layer_sizes,
 )
-from ls_train.layers.compiled import layer_backward, layer_forward, parameter_groups
+from ls_train.layers.compiled import held_backward, layer_backward, layer_forward, parameter_groups
 from ls_train.layers.config import LayerConfig
 from ls_train.layers.cross_kv import cross_kv, finish_slice, gradient_slice
 from ls_train.layers.encoder_layer import EncoderLayerFunction, LSTransformerEncoderLayer
@@ -131,25 +131,27 @@ class DecoderLayerFunction(torch.autograd.Function):
         saved, ctx.saved = ctx.saved, None
         if dy is None:
             return None, None, None, dkv, *([None] * (len(ctx.needs_input_grad) - 4))
-        call, sizes, needed = ctx.call, ctx.sizes, ctx.needs_input_grad
-        dy, dx = dy.contiguous(), torch.empty_like(x)
-        size = x.shape[1]
-        columns = slice(call.layer * 2 * size, (call.layer + 1) * 2 * size)
-        with workspace(x, sizes.backward) as scratch:
-            writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
-            if needed[3]:
-                dkv, dkv_slice = gradient_slice(dkv, kv, columns)
-            else:
-                dkv, dkv_slice = None, scratch.take((kv.shape[0], 2 * size), x.dtype)
-            memory = (scratch, x, kv, block, parameters)
-            if not layer_backward(dx, dkv_slice, dy, *memory, _GROUPS, writer, sizes, call):
-                saved = sizes.layout.views(block) if saved is None else saved
-                run = backward_pass(call, DecoderParameters(*parameters), saved, scratch, writer, x, sizes.sums)
-                _backward(dx, dkv_slice, dy, x, kv, run)
-                run.column_sums.finish()
-            if dkv is not None:
-                dkv = finish_slice(dkv, dkv_slice, columns)
-        return None, None, dx if needed[2] else None, dkv, *writer.finish()
+        call, sizes, held, needed = ctx.call, ctx.sizes, ctx.held, ctx.needs_input_grad
+        dy, dx, width, is_part = dy.contiguous(), torch.empty_like(x), 2 * x.shape[1], False
+        if needed[3]:
+            dkv, dkv_slice, is_part = gradient_slice(dkv, kv, call.layer * width, width)
+        else:
+            dkv, dkv_slice = None, x.new_empty((kv.shape[0], width))
+        if held is not None and held_backward(dx, dkv_slice, dy, x, kv, block, held, _GROUPS, _INDEX, sizes, call):
+            gradients = (None,)
+        else:
+            with workspace(x, sizes.backward) as scratch:
+                writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
+                memory = (scratch, x, kv, block, parameters)
+                if not layer_backward(dx, dkv_slice, dy, *memory, _GROUPS, writer, sizes, call):
+                    saved = sizes.layout.views(block) if saved is None else saved
+                    run = backward_pass(call, DecoderParameters(*parameters), saved, scratch, writer, x, sizes.sums)
+                    _backward(dx, dkv_slice, dy, x, kv, run)
+                    run.column_sums.finish()
+            gradients = writer.finish()
+        if dkv is not None:
+            finish_slice(dkv, dkv_slice, is_part, call.layer * width)
+        return None, None, dx if needed[2] else None, dkv, *gradients
 
 
 def _forward(y: Tensor, x: Tensor, kv: Tensor, run: Pass) -> None:

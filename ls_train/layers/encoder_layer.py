@@ -21,7 +21,7 @@ from ls_train.layers.call import (
     backward_pass,
     layer_sizes,
 )
-from ls_train.layers.compiled import layer_backward, layer_forward, parameter_groups
+from ls_train.layers.compiled import held_backward, layer_backward, layer_forward, parameter_groups
 from ls_train.layers.config import LayerConfig, from_preset
 from ls_train.layers.ffn import feed_forward_bwd, feed_forward_fwd
 from ls_train.layers.gradients import (
@@ -108,7 +108,9 @@ class EncoderLayerFunction(torch.autograd.Function):
         (x, block), parameters = saved_parameters(ctx, 2)
         saved, ctx.saved = ctx.saved, None
         call, sizes = ctx.call, ctx.sizes
-        dy, dx = dy.contiguous(), torch.empty_like(x)
+        dy, dx, held = dy.contiguous(), torch.empty_like(x), ctx.held
+        if held is not None and held_backward(dx, None, dy, x, None, block, held, _GROUPS, _INDEX, sizes, call):
+            return None, None, dx if ctx.needs_input_grad[2] else None, None
         with workspace(x, sizes.backward) as scratch:
             writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
             memory = (scratch, x, None, block, parameters)

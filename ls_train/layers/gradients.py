@@ -33,6 +33,10 @@ class Held:
         self.tensors = slots.params
         self._versions = [tensor._version for tensor in slots.params]
 
+    def state(self) -> bool | None:
+        """Return :meth:`GradSlots.state` where gradients are still to go to the slots, else None."""
+        return self.slots.state() if are_current(self.slots) else None
+
     def check(self) -> None:
         """Raise a RuntimeError if a parameter was changed since the forward, as autograd would."""
         if [tensor._version for tensor in self.tensors] != self._versions:
@@ -116,9 +120,33 @@ class _Opened(NamedTuple):
     direct: bool
 
 
-class _Joint(NamedTuple):
+class Joint(NamedTuple):
+    """Slots of all parameters of a layer.
+
+    Attributes:
+        tensors: one for each group, its slots joined.
+        slots: of all groups.
+    """
+
     tensors: list[Tensor]
     slots: list[GradSlot]
+
+
+def joint_slots(slots: GradSlots, groups: Sequence[Sequence[Hashable]], index: Mapping[Hashable, int]) -> Joint | None:
+    """Return ``slots`` joined by group, remembered, or None where those of a group do not lie together.
+
+    Args:
+        slots: of a layer's parameters.
+        groups: names of the parameters.
+        index: place of each parameter in ``slots``, by name.
+    """
+    if groups not in slots.remembered:
+        members = [[slots.slots[index[name]] for name in group] for group in groups]
+        tensors = [group[0].tensor if len(group) == 1 else joined([slot.tensor for slot in group]) for group in members]
+        together = all(tensor is not None for tensor in tensors)
+        joint = Joint(tensors, [slot for group in members for slot in group]) if together else None
+        slots.remembered[groups] = joint
+    return slots.remembered[groups]
 
 
 class GradientWriter:
@@ -158,7 +186,7 @@ class GradientWriter:
         self._written = None if self._direct is None else self._direct.state()
         if self._written is None:
             self._direct = None
-        self._begun: dict[int, _Joint] = {}
+        self._begun: dict[int, Joint] = {}
         self._index = index
         self._parameters = parameters
         self._leaves = leaves
@@ -194,10 +222,8 @@ class GradientWriter:
             always: also give a tensor (then thrown away) where no gradient is needed, instead of None.
         """
         if self._direct is not None:
-            joint = self._direct.remembered.get(groups)
-            if joint is None:
-                joint = self._direct.remembered[groups] = self._join(groups)
-            if joint:
+            joint = joint_slots(self._direct, groups, self._index)
+            if joint is not None:
                 accumulate = self._written or id(joint) in self._begun
                 self._begun[id(joint)] = joint
                 return joint.tensors, accumulate
@@ -250,14 +276,6 @@ class GradientWriter:
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return [None]
-
-    def _join(self, groups: Sequence[Sequence[Hashable]]) -> _Joint | tuple[()]:
-        """Return the slots of ``groups``, joined, or nothing where slots do not lie together."""
-        members = [[self._direct.slots[self._index[name]] for name in group] for group in groups]
-        tensors = [group[0].tensor if len(group) == 1 else joined([slot.tensor for slot in group]) for group in members]
-        if any(tensor is None for tensor in tensors):
-            return ()
-        return _Joint(tensors, [slot for group in members for slot in group])
 
     def _open(self, members: Sequence[int], always: bool) -> _Opened | None:
         missing = False
