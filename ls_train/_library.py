@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 NAMESPACE = "ls_train"
-_COMPILED_DEVICE = "cuda"
 
 _definitions = torch.library.Library(NAMESPACE, "DEF")
 _cuda_loaders: torch.library.Library | None = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
@@ -64,7 +63,7 @@ def operator_names() -> tuple[str, ...]:
 
 def compiled(name: str, like: Tensor) -> Callable[..., None] | None:
     """Return operator ``name`` if the compiled library implements it where ``like`` lies, else None."""
-    if like.device.type != _COMPILED_DEVICE:
+    if not like.is_cuda:
         return None
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 

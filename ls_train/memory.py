@@ -129,6 +129,7 @@ class Workspace:
         self._storage = torch.empty(0, dtype=torch.uint8, device=device)
         self._typed: dict[torch.dtype, Tensor] = {}
         self._taken: dict[tuple[int, Sequence[int], torch.dtype], tuple[Tensor, int]] = {}
+        self._spare: dict[tuple[int, tuple[int, ...], torch.dtype], Sequence[Tensor]] = {}
         self._views: dict[tuple[Any, ...], Any] = {}
         self._known: set[int] = set()
         self._outgrown: list[Tensor] = []
@@ -195,6 +196,17 @@ class Workspace:
         self._known.add(id(tensor))
         return tensor
 
+    def spare(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Sequence[Tensor]:
+        """Return uninitialised tensors of ``sizes`` bytes, one after another, of which none is taken."""
+        key = (self._used, sizes, dtype)
+        tensors = self._spare.get(key)
+        if tensors is None:
+            with self:
+                self.reserve(sum(map(aligned, sizes)))
+                tensors = [self.take((size // dtype.itemsize,), dtype) for size in sizes]
+            self._spare[key] = tensors
+        return tensors
+
     def view(self, tensor: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``function(tensor, *arguments)``, views of ``tensor``; remembered where :meth:`take` gave it."""
         if id(tensor) not in self._known:
@@ -208,7 +220,7 @@ class Workspace:
 
     def _forget(self) -> None:
         """Drop all tensors that are remembered; those in use stay valid."""
-        self._typed, self._taken, self._views, self._known = {}, {}, {}, set()
+        self._typed, self._taken, self._spare, self._views, self._known = {}, {}, {}, {}, set()
 
 
 def release_workspaces() -> None:
@@ -250,8 +262,21 @@ def workspace(like: Tensor, size: int = 0) -> Workspace:
         like: any tensor on the device.
         size: bytes the caller is going to take, so that the workspace grows at most once.
     """
-    device = like.device
-    on_gpu = device.type == "cuda"
+    space = _current_workspace(like)
+    space.reserve(size)
+    return space
+
+
+def spare(like: Tensor, *sizes: int) -> Sequence[Tensor]:
+    """Return tensors of ``sizes`` bytes and the type of ``like`` from the workspace, for one operator call.
+
+    They are not held: whoever takes something next gets the same memory.
+    """
+    return _current_workspace(like).spare(sizes, like.dtype)
+
+
+def _current_workspace(like: Tensor) -> Workspace:
+    device, on_gpu = like.device, like.is_cuda
     if on_gpu:
         key, spaces = (device, _current_stream(device)), _by_stream
     else:
@@ -262,5 +287,4 @@ def workspace(like: Tensor, size: int = 0) -> Workspace:
     if on_gpu:
         space.in_capture = torch.cuda.is_current_stream_capturing()
         space.retain |= space.in_capture
-    space.reserve(size)
     return space

@@ -25,6 +25,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from ls_train.flat_order import arrange, check_flat, group_of
 from ls_train.grad_slots import GradSlot, GradSlots
 
+_UNKNOWN = None, None
 _REMEMBERED = 4096  # views and groups of slots that one buffer remembers
 
 # id(parameter) -> weak reference to the FlatBuffer that owns it and keeps it, and so the id, alive
@@ -159,10 +160,10 @@ class FlatBuffer:
 
     def slots(self, params: Sequence[Tensor | None]) -> GradSlots | None:
         """Return the slots of ``params``, or None where one is not this buffer's, comes twice or was converted."""
-        self._allocate_grads()
         key = tuple(map(id, params))
-        generation, group = self._groups.get(key, (None, None))
+        generation, group = self._groups.get(key, _UNKNOWN)
         if generation != _generation:
+            self._allocate_grads()
             group = None
             if len(set(key)) == len(key) and all(_owner(param) is self for param in params):
                 members = [self._index[i] for i in key]

@@ -15,7 +15,7 @@ from ls_train._library import compiled, define
 from ls_train.grad_slots import GradSlots
 from ls_train.layers.call import Call, Sizes
 from ls_train.layers.gradients import GradientWriter, Held, joint_slots
-from ls_train.memory import Workspace, workspace
+from ls_train.memory import Workspace, spare
 from ls_train.params import joined
 
 _SCALARS = (
@@ -49,8 +49,7 @@ def parameter_groups(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
 
 def layer_forward(
     y: Tensor,
-    block: Tensor,
-    scratch: Workspace,
+    block: Tensor | None,
     x: Tensor,
     kv: Tensor | None,
     parameters: Sequence[Tensor],
@@ -62,8 +61,7 @@ def layer_forward(
 
     Args:
         y: (N, C), written.
-        block: the saved block, written.
-        scratch: workspace.
+        block: the saved block, written; None where nothing is saved.
         x: (N, C).
         kv: (Ns, L * 2C) cross-attention keys and values, or None.
         parameters: of the layer, those of q, k and v first.
@@ -77,7 +75,10 @@ def layer_forward(
     tensors = _inputs(parameters, held, kv)
     if tensors is None:
         return False
-    space = scratch.take((sizes.forward // x.itemsize,), x.dtype)
+    if block is None:
+        block, space = spare(x, sizes.layout.size, sizes.forward)
+    else:
+        (space,) = spare(x, sizes.forward)
     run(y, block, space, x, kv, tensors, *call, sizes.begins)
     return True
 
@@ -102,6 +103,7 @@ def layer_backward(
         dx: (N, C), written.
         dkv: (Ns, 2C), the layer's part of the gradient of ``kv``, written; or None.
         dy: (N, C).
+        scratch: workspace.
         groups: of :func:`parameter_groups`.
         writer: where the gradients of the parameters go.
 
@@ -146,9 +148,8 @@ def held_backward(
     joint, tensors = joint_slots(held.slots, groups, index), _inputs(held.tensors, held, kv)
     if joint is None or tensors is None:
         return False
-    with workspace(x, sizes.backward) as scratch:
-        space = scratch.take((sizes.backward // x.itemsize,), x.dtype)
-        run(dx, dkv, space, joint.tensors, dy, block, x, kv, tensors, *call, sizes.begins, sizes.sums, written)
+    (space,) = spare(x, sizes.backward)
+    run(dx, dkv, space, joint.tensors, dy, block, x, kv, tensors, *call, sizes.begins, sizes.sums, written)
     GradSlots.commit(joint.slots, written)
     return True
 

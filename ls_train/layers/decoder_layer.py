@@ -112,9 +112,10 @@ class DecoderLayerFunction(torch.autograd.Function):
         y, ffn_dim = torch.empty_like(x), parameters[_FC1].shape[0]
         sizes = _sizes(*x.shape, ffn_dim, call.heads, call.normalize_before, x.dtype)
         layout, saved = sizes.layout, None
-        with workspace(x, sizes.forward + (0 if save else aligned(layout.size))) as scratch:
-            block = layout.allocate(x) if save else scratch.take((layout.size // x.itemsize,), x.dtype)
-            if not layer_forward(y, block, scratch, x, kv, parameters, held, sizes, call):
+        block = layout.allocate(x) if save else None
+        if not layer_forward(y, block, x, kv, parameters, held, sizes, call):
+            with workspace(x, sizes.forward + (0 if save else aligned(layout.size))) as scratch:
+                block = scratch.take((layout.size // x.itemsize,), x.dtype) if block is None else block
                 saved = layout.views(block)
                 _forward(y, x, kv, Pass(call, DecoderParameters(*parameters), saved, scratch))
         if save:

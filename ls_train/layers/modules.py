@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -31,6 +32,7 @@ _ARGUMENTS = {
 
 
 _WEIGHT_AND_BIAS = itemgetter("weight", "bias")
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # not public
 
 
 class Attention(nn.Module):
@@ -94,6 +96,8 @@ def fill(parameters: Sequence[Tensor], values: Sequence[Tensor | None] | None, n
 
 def autocast_type(like: Tensor) -> torch.dtype | None:
     """Return the type that autocast asks for where ``like`` lies, or None where it is off."""
+    if not _any_autocast():
+        return None
     kind = like.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
@@ -127,12 +131,14 @@ def prepare(
     dtype = autocast_type(inputs[0])
     if dtype is not None:
         inputs, parameters = ([tensor.to(dtype) for tensor in tensors] for tensors in (inputs, parameters))
-    if not torch.is_grad_enabled():
-        save, arguments = False, parameters
-    elif any(tensor.requires_grad for tensor in inputs):
-        save, arguments = True, hold(parameters)
-    else:
-        save, arguments = any(tensor.requires_grad for tensor in parameters), parameters
+    save, arguments = torch.is_grad_enabled(), parameters
+    if save:
+        for tensor in inputs:
+            if tensor.requires_grad:
+                arguments = hold(parameters)
+                break
+        else:
+            save = any(tensor.requires_grad for tensor in parameters)
     check_types(name, inputs, alike(arguments))
     return inputs, save, arguments
 
@@ -147,7 +153,7 @@ def check_types(name: str, tensors: Sequence[Tensor], parameters: Sequence[Tenso
         ValueError: devices differ.
     """
     dtype, device = tensors[0].dtype, tensors[0].device
-    for tensor in (*tensors, *parameters):
+    for tensor in (*tensors[1:], *parameters):
         if tensor.dtype != dtype:
             raise TypeError(
                 f"{name}: input is {dtype} but a parameter or second input is {tensor.dtype}; convert the module "
@@ -249,21 +255,19 @@ def check_rows(layer: str, name: str, x: Tensor, embed_dim: int, packing: Packin
         )
 
 
-def parameters_of(layers: Iterable[nn.Module]) -> tuple[Tensor, ...]:
+def parameters_of(layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Return weight and bias of each module, one after another."""
-    tensors = []
-    for module in layers:
-        try:
-            tensors += _WEIGHT_AND_BIAS(module._parameters)  # much faster than attributes of modules
-        except KeyError:
-            tensors += (module.weight, module.bias)  # parametrised
-    return tuple(tensors)
+    try:
+        own = [_WEIGHT_AND_BIAS(module._parameters) for module in layers]  # much faster than attributes of modules
+    except KeyError:
+        own = [(module.weight, module.bias) for module in layers]  # parametrised
+    return tuple(chain.from_iterable(own))
 
 
 def children(module: nn.Module, *names: str) -> list[nn.Module]:
     """Return the submodules ``names`` of ``module``."""
     own = module._modules  # much faster than attributes of modules
     try:
-        return [own[name] for name in names]
+        return list(map(own.__getitem__, names))
     except KeyError:
         return [getattr(module, name) for name in names]  # wrapped

@@ -23,6 +23,8 @@ FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ROW_BLOCKS = 264
 """Largest number of row blocks whose partial column sums a CUDA kernel writes into its workspace."""
 
+_REMEMBERED = 64  # combinations of types that the check of one function remembers
+
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type of statistics and internal arithmetic for activations of type ``dtype``."""
@@ -47,10 +49,11 @@ def check_kinds(function: Callable[Parameters, Result]) -> Callable[Parameters, 
     Tensors, packings, numbers, strings and None are told apart; other annotations are not looked at. The wrong kind
     raises a TypeError that names function, argument and value. Code that ``torch.compile`` traces is not checked.
     """
+    passed: set[tuple[type, ...]] = set()  # types of positional arguments that passed before
 
     @functools.wraps(function)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and (kwargs or tuple(map(type, args)) not in passed):
             for index, name, kinds in _expected(function):
                 if index < len(args):
                     value = args[index]
@@ -60,6 +63,8 @@ def check_kinds(function: Callable[Parameters, Result]) -> Callable[Parameters, 
                     continue
                 if not isinstance(value, kinds):
                     raise TypeError(f"ls_train.{function.__qualname__}: argument {name} {_mismatch(value, kinds)}")
+            if not kwargs and len(passed) < _REMEMBERED:
+                passed.add(tuple(map(type, args)))
         return function(*args, **kwargs)
 
     return checked

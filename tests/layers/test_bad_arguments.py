@@ -9,6 +9,7 @@ import torch
 import ls_train
 from ls_train import ops
 from ls_train.layers.cross_kv import cross_kv
+from ls_train.ops._arguments import check_kinds
 from ls_train.packing import Packing, TokenOrder
 
 ROWS, SIZE, WORDS, HEADS = 6, 8, 11, 2
@@ -209,3 +210,21 @@ def test_something_that_is_no_number(name):
         if isinstance(value, (int, float)):
             with pytest.raises(TypeError, match=rf"argument {argument} = 'x' is of type str; pass an? "):
                 function(**{**kwargs, argument: "x"})
+
+
+def test_what_was_right_before_hides_nothing_wrong():
+    """Types of positional arguments are remembered; others in their places, or by name, are checked all the same."""
+
+    @check_kinds
+    def called(x: torch.Tensor, rows: int, seed: torch.Tensor | None = None) -> int:
+        return rows
+
+    x = torch.ones(1)
+    wrong = ([(x, "x"), {}], [(1, 1), {}], [(x, None), {}], [(x, 1, 1), {}], [(x,), {"rows": "x"}])
+    for _ in range(2):
+        for args in ((x, 1), (x, 1, None), (x, 1, x)):
+            assert called(*args) == 1
+            assert called(x, rows=1) == 1
+            for wrong_args, kwargs in wrong:
+                with pytest.raises(TypeError, match="pass a"):
+                    called(*wrong_args, **kwargs)

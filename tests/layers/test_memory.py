@@ -11,7 +11,7 @@ from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
 from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
 from ls_train.layers.memory_plan import memory_plan
 from ls_train.layers.transformer import LSTransformer
-from ls_train.memory import ALIGNMENT, Field, SavedBlock, Workspace, release_workspaces, round_size, workspace
+from ls_train.memory import ALIGNMENT, Field, SavedBlock, Workspace, aligned, release_workspaces, round_size, workspace
 from ls_train.packing import Packing
 from ls_train.testing import devices
 from tests.layers.comparison import gradients
@@ -165,12 +165,33 @@ def test_remembered_scratch_is_forgotten_when_it_grows():
         assert space.view(again, torch.t).data_ptr() == again.data_ptr()
 
 
+def test_spare_scratch_is_what_the_next_call_takes():
+    """Tensors for one operator call lie where scratch is free, after it has grown as well."""
+    space = Workspace(torch.device("cpu"))
+    for grown in (8_000, 20_000):
+        space.reserve(grown)
+        for sizes in ((100,), (1000, 40)):
+            tensors = space.spare(sizes, torch.float32)
+            assert [tensor.nbytes for tensor in tensors] == list(sizes)
+            assert all(
+                again is tensor for again, tensor in zip(space.spare(sizes, torch.float32), tensors, strict=True)
+            )
+            with space:
+                taken = [space.take((size // 4,), torch.float32) for size in sizes]
+                assert [tensor.data_ptr() for tensor in tensors] == [tensor.data_ptr() for tensor in taken]
+                inner = space.spare(sizes, torch.float32)
+                assert inner[0].data_ptr() == taken[-1].data_ptr() + aligned(sizes[-1])
+            assert not space.in_use
+
+
 def test_scratch_remembers_a_bounded_number_of_shapes():
     space = Workspace(torch.device("cpu"))
     for rows in range(1, 3000):
         with space:
+            space.spare((rows * 4,), torch.float32)
             space.view(space.take((rows, 2), torch.float32), torch.t)
     assert len(space._taken) <= 1024
+    assert len(space._spare) <= 1024
     assert len(space._views) <= 1024
 
 
