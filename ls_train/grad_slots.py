@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import Any
 
 from torch import Tensor
+
+_GRAD = operator.attrgetter("grad")
 
 
 class GradSlot:
@@ -78,9 +79,9 @@ class GradSlots:
 
     def state(self) -> bool | None:
         """Return whether all slots are written, or all empty; None where they differ or autograd left a gradient."""
-        grads = [param.grad for param in self.params]
+        grads = list(map(_GRAD, self.params))
         if grads[0] is None:
-            return False if all(map(operator.is_, grads, repeat(None))) else None
+            return False if grads.count(None) == len(grads) else None
         return True if all(map(operator.is_, grads, self._tensors)) else None
 
     def in_place(self) -> bool:
