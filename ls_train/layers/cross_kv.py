@@ -9,7 +9,6 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from ls_train.packing import Packing
 _MARK = "_kv_gradient_chain"
 
 
-class _Chain(NamedTuple):
+class _Chain:
     """Mark on a gradient buffer of this module.
 
     Attributes:
@@ -43,8 +42,11 @@ class _Chain(NamedTuple):
         version: version of the tensor when the last layer handed it on; autograd may add to it on the way.
     """
 
-    written: frozenset[int] | None
-    version: int
+    __slots__ = ("version", "written")
+
+    def __init__(self, written: set[int] | None, version: int) -> None:
+        self.written = written
+        self.version = version
 
 
 class CrossKVFunction(torch.autograd.Function):
@@ -95,7 +97,7 @@ def gradient_slice(dkv: Tensor | None, kv: Tensor, begin: int, width: int) -> tu
     """
     if dkv is None:
         buffer = torch.zeros_like(kv)
-        setattr(buffer, _MARK, _Chain(frozenset(), buffer._version))
+        setattr(buffer, _MARK, _Chain(set(), buffer._version))
         return buffer, buffer.narrow(1, begin, width), True
     chain = getattr(dkv, _MARK, None)
     if chain is None or chain.version != dkv._version:
@@ -110,12 +112,12 @@ def gradient_slice(dkv: Tensor | None, kv: Tensor, begin: int, width: int) -> tu
 
 def finish_slice(buffer: Tensor, target: Tensor, is_part: bool, begin: int) -> None:
     """Note in ``buffer`` that ``target``, both of :func:`gradient_slice`, was written."""
-    written = getattr(buffer, _MARK).written
+    chain = getattr(buffer, _MARK)
     if is_part:
-        written |= {begin}
+        chain.written.add(begin)
     else:
         buffer.narrow(1, begin, target.shape[1]).add_(target)
-    setattr(buffer, _MARK, _Chain(written, buffer._version))
+    chain.version = buffer._version
 
 
 @modules.check_kinds
