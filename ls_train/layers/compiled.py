@@ -142,8 +142,9 @@ def held_backward(
 
     The other arguments are those of :func:`layer_backward`.
     """
-    run, written = compiled("layer_bwd", x), held.state()
-    if run is None or written is None:
+    run = compiled("layer_bwd", x)
+    written = None if run is None else held.state()
+    if written is None:
         return False
     joint, tensors = joint_slots(held.slots, groups, index), _inputs(held.tensors, held, kv)
     if joint is None or tensors is None:

@@ -93,6 +93,18 @@ def test_operators_get_what_the_python_code_uses(normalize_before, activation, m
         assert_same(added, results(twin))
 
 
+def test_operators_get_scratch_for_what_is_not_saved(monkeypatch):
+    modules = layers()
+    flat = flatten(modules)
+    names = stand_in(monkeypatch)
+    expected = forward(modules)[0]
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(forward(modules)[0], expected)
+    assert names == ["layer_fwd"] * 9
+    assert flat.intact()
+
+
 def replace_data(parameter):
     parameter.data = parameter.data * 2 + 0.5
 
