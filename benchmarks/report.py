@@ -66,9 +66,9 @@ def _precision(case: Mapping[str, Any]) -> str:
 
 
 def _by_case(records: Sequence[_Record], label: Callable[[Mapping[str, Any]], str]) -> dict[str, dict[tuple, _Record]]:
-    """Return {label of the case: {(implementation, metric): record}}."""
+    """Return {label of the case: {(implementation, metric): record}}, cases with fewer settings first."""
     cases: dict[str, dict[tuple, _Record]] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: (len(record["case"]), *record["case"].values())):
         cases.setdefault(label(record["case"]), {})[record["implementation"], record["metric"]] = record
     return cases
 
