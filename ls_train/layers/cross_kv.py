@@ -32,6 +32,7 @@ from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
 from ls_train.packing import Packing
 
 _MARK = "_kv_gradient_chain"
+_use_count = getattr(Tensor, "_use_count", lambda tensor: 1)  # not public
 
 
 class _Chain:
@@ -88,6 +89,8 @@ def gradient_slice(dkv: Tensor | None, kv: Tensor, begin: int, width: int) -> tu
 
     The target is the slice itself while the buffer holds nothing but what layers of this chain wrote into other
     slices. Otherwise (keys and values were used elsewhere too) it is a separate tensor, added by :func:`finish_slice`.
+    A buffer that somebody else holds is copied before: autograd, which was asked for this gradient or hands it to a
+    second function, or the caller of a backward.
 
     Args:
         dkv: gradient that later layers handed on, or None.
@@ -100,8 +103,8 @@ def gradient_slice(dkv: Tensor | None, kv: Tensor, begin: int, width: int) -> tu
         setattr(buffer, _MARK, _Chain(set(), buffer._version))
         return buffer, buffer.narrow(1, begin, width), True
     chain = getattr(dkv, _MARK, None)
-    if chain is None or chain.version != dkv._version:
-        # Not ours, or somebody added to it: it may be in use elsewhere.
+    if chain is None or chain.version != dkv._version or _use_count(dkv) > 1:
+        # Not ours, or somebody added to it or holds it: it may be in use elsewhere.
         dkv = dkv.clone(memory_format=torch.contiguous_format)
         chain = _Chain(None, dkv._version)
         setattr(dkv, _MARK, chain)

@@ -312,7 +312,8 @@ class LSTransformerDecoderLayer(LSTransformerEncoderLayer):
             x: (N, C); rows beyond the used ones must be finite.
             packing: where the sequences lie.
             kv: (Ns, L * 2C) from :func:`ls_train.layers.cross_kv.cross_kv` for the first layer, then what the layer
-                before returned; None without cross attention.
+                before returned; None without cross attention. A hook on it that keeps the gradient needs a clone of it:
+                the layers before add to it.
             memory: where the encoder's sequences lie in the rows of ``kv``.
             layer: which slice of ``kv`` is this layer's.
             seed: int64 (1,) on the device, of the dropout masks; None draws one from torch's generator.

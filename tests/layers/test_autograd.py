@@ -246,11 +246,12 @@ def test_two_models_on_two_streams():
             assert torch.equal(value, values[name]), name
 
 
-def test_gradient_of_the_kv_chain_is_not_copied():
+@pytest.mark.parametrize("device", devices())
+def test_gradient_of_the_kv_chain_is_not_copied(device):
     """Layers of one chain write their slices of one buffer; a gradient from elsewhere is added, not overwritten."""
-    layers = [LSTransformerDecoderLayer(embed_dim=16, num_heads=4, dropout=0.0).eval() for _ in range(3)]
-    packing = Packing.from_lengths(torch.tensor([4, 2]), 4, torch.device("cpu"))
-    x, memory = torch.randn(6, 16), torch.randn(6, 16, requires_grad=True)
+    layers = [LSTransformerDecoderLayer(embed_dim=16, num_heads=4, dropout=0.0).eval().to(device) for _ in range(3)]
+    packing = Packing.from_lengths(torch.tensor([4, 2]), 4, torch.device(device))
+    x, memory = torch.randn(6, 16, device=device), torch.randn(6, 16, device=device, requires_grad=True)
 
     def run(use_kv_elsewhere):
         rows, kv = x, cross_kv(memory, packing, layers)
