@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-_GRAD = operator.attrgetter("grad")
+_GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 
 
 class GradSlot:
@@ -78,7 +78,12 @@ class GradSlots:
                     listener(slot)
 
     def state(self) -> bool | None:
-        """Return whether all slots are written, or all empty; None where they differ or autograd left a gradient."""
+        """Return whether all slots are written, or all empty.
+
+        None where they differ, autograd left a gradient or a parameter was frozen since the forward.
+        """
+        if not all(map(_REQUIRES_GRAD, self.params)):
+            return None
         grads = list(map(_GRAD, self.params))
         if grads[0] is None:
             return False if grads.count(None) == len(grads) else None

@@ -38,10 +38,13 @@ def grad_slot(param: Tensor) -> GradSlot | None:
     """Return where to write the gradient of ``param``, or None: then return a fresh gradient to autograd.
 
     There is a slot only while a :class:`FlatParameters` with ``direct_grads`` owns exactly this tensor object, in the
-    dtype and on the device that it had when it was flattened.
+    dtype and on the device that it had when it was flattened, and while it needs a gradient: autograd drops that of a
+    parameter that was frozen since the forward.
     """
     buffer = _owner(param)
-    return buffer.slot(param) if buffer is not None and buffer.direct_grads and buffer.fits(param) else None
+    if buffer is None or not buffer.direct_grads or not param.requires_grad:
+        return None
+    return buffer.slot(param) if buffer.fits(param) else None
 
 
 def grad_slots(params: Sequence[Tensor | None]) -> GradSlots | None:

@@ -7,6 +7,7 @@ receives. Parameters that are multiplied together are opened together, so that o
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from ls_train.grad_slots import GradSlot, GradSlots
 from ls_train.memory import Workspace
 from ls_train.ops._product import product
 from ls_train.params import are_current, grad_slot, grad_slots, joined
+
+_VERSION = operator.attrgetter("_version")
 
 
 class Held:
@@ -31,7 +34,7 @@ class Held:
     def __init__(self, slots: GradSlots) -> None:
         self.slots = slots
         self.tensors = slots.params
-        self._versions = [tensor._version for tensor in slots.params]
+        self._versions = list(map(_VERSION, slots.params))
 
     def state(self) -> bool | None:
         """Return :meth:`GradSlots.state` where gradients are still to go to the slots, else None."""
@@ -39,7 +42,7 @@ class Held:
 
     def check(self) -> None:
         """Raise a RuntimeError if a parameter was changed since the forward, as autograd would."""
-        if [tensor._version for tensor in self.tensors] != self._versions:
+        if list(map(_VERSION, self.tensors)) != self._versions:
             i = next(i for i, version in enumerate(self._versions) if self.tensors[i]._version != version)
             raise RuntimeError(
                 f"a parameter of shape {tuple(self.tensors[i].shape)}, needed for gradient computation, has been "
@@ -273,7 +276,7 @@ class GradientWriter:
         if self._opened:
             # A slot may have gone since the forward.
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                if gradient is not None:
+                if gradient is not None and parameter.requires_grad:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return [None]
 

@@ -272,6 +272,30 @@ def test_buffers_changed(change, between, monkeypatch):
     assert not any(lie) if change is switched_off else all(lie)
 
 
+@pytest.mark.parametrize("operators", [True, False], ids=["operators", "Python"])
+@pytest.mark.parametrize("written", [True, False], ids=["added", "first"])
+def test_frozen_between_forward_and_backward(written, operators, monkeypatch):
+    """One parameter after another gets nothing any more, as under autograd, which drops its gradient."""
+    modules = layers(1)
+    twin = copy.deepcopy(modules)
+    flat = flatten(modules)
+    if operators:
+        stand_in(monkeypatch)
+    for name, parameter in modules.named_parameters():
+        same = twin.get_parameter(name)
+        actual, expected = (
+            results(built, lambda frozen=frozen: frozen.requires_grad_(False), clear=False)
+            for built, frozen in ((modules, parameter), (twin, same))
+        )
+        assert_same(actual, expected)
+        parameter.requires_grad_(True)
+        same.requires_grad_(True)
+        if not written:
+            modules.zero_grad()
+            twin.zero_grad()
+    assert flat.direct_grads
+
+
 def test_converted_between_forward_and_backward_is_an_error(monkeypatch):
     modules = layers()
     flat = flatten(modules)
