@@ -8,6 +8,7 @@ weights.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -32,7 +33,7 @@ from ls_train.ops.bias_dropout_add import bias_dropout_add_workspace
 from ls_train.packing import Packing
 
 _MARK = "_kv_gradient_chain"
-_use_count = getattr(Tensor, "_use_count", lambda tensor: 1)  # not public
+_use_count = getattr(Tensor, "_use_count", lambda tensor: 0)  # not public
 
 
 class _Chain:
@@ -48,6 +49,35 @@ class _Chain:
     def __init__(self, written: set[int] | None, version: int) -> None:
         self.written = written
         self.version = version
+
+
+class _Probe(torch.autograd.Function):
+    """Hands a fresh gradient to the function before it and notes how often the one that it gets is used."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, uses: list[int]) -> Tensor:
+        ctx.uses = uses
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.uses.append(_use_count(gradient))
+        fresh = torch.zeros_like(gradient)
+        setattr(fresh, _MARK, None)
+        return fresh, None
+
+
+@functools.cache
+def _uses_on_the_way() -> int:
+    """Return the use count of a gradient that one backward handed to the next: what it is depends on torch's version.
+
+    Asked for in a backward only: the first one of a process starts threads, and a process may fork before.
+    """
+    uses: list[int] = []
+    with torch.enable_grad(), torch.inference_mode(False):
+        x = torch.zeros(1, requires_grad=True)
+        _Probe.apply(_Probe.apply(x, uses), uses).backward()
+    return uses[-1]
 
 
 class CrossKVFunction(torch.autograd.Function):
@@ -103,7 +133,7 @@ def gradient_slice(dkv: Tensor | None, kv: Tensor, begin: int, width: int) -> tu
         setattr(buffer, _MARK, _Chain(set(), buffer._version))
         return buffer, buffer.narrow(1, begin, width), True
     chain = getattr(dkv, _MARK, None)
-    if chain is None or chain.version != dkv._version or _use_count(dkv) > 1:
+    if chain is None or chain.version != dkv._version or _use_count(dkv) > _uses_on_the_way():
         # Not ours, or somebody added to it or holds it: it may be in use elsewhere.
         dkv = dkv.clone(memory_format=torch.contiguous_format)
         chain = _Chain(None, dkv._version)
