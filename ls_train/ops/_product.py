@@ -29,7 +29,7 @@ def product(
     """Write ``a b + bias``, or add ``a b`` with ``accumulate``.
 
     The compiled library makes 16-bit products with plans of its own, which have other bits than torch's and are also
-    those of the layers' operators.
+    those of the layers' operators. Code that ``torch.compile`` traces has torch's.
 
     Args:
         out: (M, N), written.
@@ -41,7 +41,7 @@ def product(
             from the workspace of the current stream.
     """
     size = gemm_workspace(out.itemsize)
-    run = compiled("product", out) if size else None
+    run = compiled("product", out) if size and not torch.compiler.is_compiling() else None
     if run is not None and space is not None:
         run(out, a, b, bias, space, accumulate)
     elif run is not None:

@@ -293,16 +293,9 @@ def _weight_gradient(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor 
 
 def _write_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool, space: Tensor | None) -> None:
     """Write ``a b`` to ``out``, or add it; ``out`` may be float32 with 16-bit factors, which torch multiplies."""
-    if space is not None and out.dtype == a.dtype:
-        product(out, a, b, None, accumulate, space)
-        return
-    more = {}
-    if out.dtype != a.dtype:
-        if out.is_cuda:
-            more["out_dtype"] = out.dtype
-        else:
-            a, b = a.to(out.dtype), b.to(out.dtype)
-    if accumulate:
-        torch.addmm(out, a, b, out=out, **more)
+    if out.dtype == a.dtype or not out.is_cuda:
+        product(out, a.to(out.dtype), b.to(out.dtype), None, accumulate, space)
+    elif accumulate:
+        torch.addmm(out, a, b, out=out, out_dtype=out.dtype)
     else:
-        torch.mm(a, b, out=out, **more)
+        torch.mm(a, b, out=out, out_dtype=out.dtype)
