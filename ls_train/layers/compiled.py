@@ -15,7 +15,7 @@ from ls_train._library import compiled, define
 from ls_train.grad_slots import GradSlots
 from ls_train.layers.call import Call, Sizes
 from ls_train.layers.gradients import GradientWriter, Held, joint_slots
-from ls_train.memory import Workspace, spare
+from ls_train.memory import spare
 from ls_train.params import joined
 
 _SCALARS = (
@@ -87,7 +87,6 @@ def layer_backward(
     dx: Tensor,
     dkv: Tensor | None,
     dy: Tensor,
-    scratch: Workspace,
     x: Tensor,
     kv: Tensor | None,
     block: Tensor,
@@ -103,7 +102,6 @@ def layer_backward(
         dx: (N, C), written.
         dkv: (Ns, 2C), the layer's part of the gradient of ``kv``, written; or None.
         dy: (N, C).
-        scratch: workspace.
         groups: of :func:`parameter_groups`.
         writer: where the gradients of the parameters go.
 
@@ -116,7 +114,7 @@ def layer_backward(
     if tensors is None:
         return False
     gradients, accumulate = writer.open(*groups)
-    space = scratch.take((sizes.backward // x.itemsize,), x.dtype)
+    (space,) = spare(x, sizes.backward)
     run(dx, dkv, space, gradients, dy, block, x, kv, tensors, *call, sizes.begins, sizes.sums, accumulate)
     return True
 

@@ -143,8 +143,7 @@ class DecoderLayerFunction(torch.autograd.Function):
         else:
             with workspace(x, sizes.backward) as scratch:
                 writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
-                memory = (scratch, x, kv, block, parameters)
-                if not layer_backward(dx, dkv_slice, dy, *memory, _GROUPS, writer, sizes, call):
+                if not layer_backward(dx, dkv_slice, dy, x, kv, block, parameters, _GROUPS, writer, sizes, call):
                     saved = sizes.layout.views(block) if saved is None else saved
                     run = backward_pass(call, DecoderParameters(*parameters), saved, scratch, writer, x, sizes.sums)
                     _backward(dx, dkv_slice, dy, x, kv, run)

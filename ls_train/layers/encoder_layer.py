@@ -114,8 +114,7 @@ class EncoderLayerFunction(torch.autograd.Function):
             return None, None, dx if ctx.needs_input_grad[2] else None, None
         with workspace(x, sizes.backward) as scratch:
             writer = GradientWriter.of(ctx, _INDEX, parameters, scratch=scratch)
-            memory = (scratch, x, None, block, parameters)
-            if not layer_backward(dx, None, dy, *memory, _GROUPS, writer, sizes, call):
+            if not layer_backward(dx, None, dy, x, None, block, parameters, _GROUPS, writer, sizes, call):
                 saved = sizes.layout.views(block) if saved is None else saved
                 run = backward_pass(call, EncoderParameters(*parameters), saved, scratch, writer, x, sizes.sums)
                 _backward(dx, dy, x, run)

@@ -182,13 +182,12 @@ class GradientWriter:
     ) -> None:
         self._scratch = scratch
         if held is not None:
-            self._direct = held.slots if are_current(held.slots) else None
+            slots, self._written = held.slots, held.state()
         else:
-            self._direct: GradSlots | None = grad_slots(leaves) if all(needed) else None
-        self.complete = self._direct is not None or (all(needed) and not _repeats(leaves))
-        self._written = None if self._direct is None else self._direct.state()
-        if self._written is None:
-            self._direct = None
+            slots = grad_slots(leaves) if all(needed) else None
+            self._written = None if slots is None else slots.state()
+        self._direct: GradSlots | None = None if self._written is None else slots
+        self.complete = slots is not None or (all(needed) and not _repeats(leaves))
         self._begun: dict[int, Joint] = {}
         self._index = index
         self._parameters = parameters

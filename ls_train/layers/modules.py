@@ -32,6 +32,7 @@ _ARGUMENTS = {
 
 
 _OWN_PARAMETERS, _WEIGHT_AND_BIAS = attrgetter("_parameters"), itemgetter("weight", "bias")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # not public
 
 
@@ -131,14 +132,12 @@ def prepare(
     dtype = autocast_type(inputs[0])
     if dtype is not None:
         inputs, parameters = ([tensor.to(dtype) for tensor in tensors] for tensors in (inputs, parameters))
-    save, arguments = torch.is_grad_enabled(), parameters
-    if save:
-        for tensor in inputs:
-            if tensor.requires_grad:
-                arguments = hold(parameters)
-                break
-        else:
-            save = any(tensor.requires_grad for tensor in parameters)
+    if not torch.is_grad_enabled():
+        save, arguments = False, parameters
+    elif any(map(_REQUIRES_GRAD, inputs)):
+        save, arguments = True, hold(parameters)
+    else:
+        save, arguments = any(map(_REQUIRES_GRAD, parameters)), parameters
     check_types(name, inputs, alike(arguments))
     return inputs, save, arguments
 
