@@ -6,7 +6,8 @@
 // bias_dropout_add_bwd_kernel
 //   Rows in packs, at most 264 row blocks that take them in turn, the column sums in registers. The next row of a
 //   thread is on its way into shared memory; with more of them memory is slower. Reads dy once, writes dx once: 2 * N *
-//   C * sizeof(T) bytes (1 without dropout, where dx is dy itself and not written).
+//   C * sizeof(T) bytes. kSumOnly: without dropout, where dx is dy itself and not written, so that nothing is computed
+//   that hides the wait for memory: three rows are on their way. N * C * sizeof(T) bytes.
 // bias_dropout_add_bwd_plain_kernel
 //   The same for rows that are no whole packs, in tiles. The same bytes.
 #include "row_kernels.cuh"
@@ -68,12 +69,12 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   if (inside) clear_unused<kWidth>(y, used, n, columns, column);
 }
 
-template <class T>
+template <class T, bool kSumOnly>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_dropout_add_bwd_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
                                 const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
                                 const Turns turns) {
-  constexpr int kWidth = kPackWidth<T>, kStages = 2;
+  constexpr int kWidth = kPackWidth<T>, kStages = kSumOnly ? 4 : 2;
   // Every thread fills and reads its own slots, so there are no barriers.
   __shared__ Pack<T, kWidth> ring[kStages][kTileThreads];
   const int column = tile_column<kWidth>(), thread = linear_thread();
@@ -83,18 +84,23 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   const int64_t first = static_cast<int64_t>(blockIdx.y) * turns.groups + threadIdx.y;
   int64_t at = first * columns + column;
   float dbias[1][kWidth] = {};
-  if (dx != nullptr && inside) clear_unused<kWidth>(dx, used, n, columns, column);
+  if (!kSumOnly && inside) clear_unused<kWidth>(dx, used, n, columns, column);
   for_ring_turns<kStages>(
       inside ? first : used, used, turns.step,
       [&](int k, int stage) { __pipeline_memcpy_async(&ring[stage][thread], dy + at + k * turns.far, 16); },
       [&](uint32_t plane, uint32_t row, int stage) {
-        const Masks8 masks = masks8(key, plane, row, static_cast<uint32_t>(column) / 8);
+        Masks8 masks = {};
+        if (!kSumOnly) masks = masks8(key, plane, row, static_cast<uint32_t>(column) / 8);
         __pipeline_wait_prior(kStages - 1);
         Pack<T, kWidth> pack = ring[stage][thread];
         keep_packed(pack);
         float d[kWidth];
-        unpack_kept(pack, d, masks, key.scale, column);
-        if (dx != nullptr) store(dx + at, pack_floats<T>(d));
+        if constexpr (kSumOnly) {
+          unpack(pack, d);
+        } else {
+          unpack_kept(pack, d, masks, key.scale, column);
+          store(dx + at, pack_floats<T>(d));
+        }
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) dbias[0][i] += d[i];
         at += turns.far;
@@ -184,9 +190,9 @@ cudaError_t bias_dropout_add_bwd(const TensorRef& dx, const TensorRef& dbias, co
       if (masks_fit(dropout) && packs_fit<T>(columns, dx.data, dy.data, workspace.data)) {
         const Tiles t = tiles(n, columns, kPackWidth<T>, 1, kMaxRowBlocks, kBackwardGrid);
         row_blocks = static_cast<int>(t.grid.y);
-        bias_dropout_add_bwd_kernel<T><<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(),
-                                                                       rows.as<int32_t>(), n, columns, dropout,
-                                                                       turns(t, 1, columns));
+        const auto kernel = dx ? bias_dropout_add_bwd_kernel<T, false> : bias_dropout_add_bwd_kernel<T, true>;
+        kernel<<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(), rows.as<int32_t>(), n,
+                                               columns, dropout, turns(t, 1, columns));
       } else {
         const Tiles t = tiles(n, columns, 1, kTileRows, kMaxRowBlocks);
         row_blocks = static_cast<int>(t.grid.y);

@@ -30,7 +30,7 @@ from tests.kernels import bench_problems as problems
 from tests.kernels.bench_problems import Buffers, Problem
 from tests.kernels.bench_projection import output_projection
 
-COLD_BYTES = 256 << 20  # several times the cache of any card
+COLD_BYTES = 1 << 30  # many times the cache of any card: several sets even of large buffers, as places matter too
 MAX_SETS = 256
 
 Call = Callable[[], Any]
@@ -42,6 +42,7 @@ _MORE_ROWS = ((15000, 1024), (65536, 512), (131072, 256), (16384, 2048), (8192, 
 OPERATORS: dict[str, tuple[Callable[..., Problem], Sequence, Sequence]] = {
     "layer_norm": (problems.layer_norm, _ROWS, _MORE_ROWS),
     "bias_dropout_add": (problems.bias_dropout_add, _ROWS[2:], (*_ROWS[:2], *_MORE_ROWS)),
+    "bias_gradient": (problems.bias_gradient, ((15000, 3072),), ((4096, 3072), (4096, 1024))),
     "bias_dropout_add_layer_norm": (problems.bias_dropout_add_layer_norm, _ROWS, _MORE_ROWS),
     "bias_activation_dropout": (problems.bias_activation_dropout, ((8192, 4096),), ((512, 4096), *_MORE_ROWS)),
     "bias_gelu_dropout": (problems.bias_gelu_dropout, ((8192, 4096),), ((512, 4096),)),

@@ -117,6 +117,20 @@ def bias_dropout_add(b: Buffers, rows: int, columns: int) -> Problem:
     )
 
 
+def bias_gradient(b: Buffers, rows: int, columns: int) -> Problem:
+    """Return the problem of a bias's gradient alone, as ``bias_dropout_add_bwd`` makes it without dropout."""
+    x, bias, dy = b(rows, columns), b(columns), b(rows, columns)
+    dbias, scratch = b.empty(columns), b.floats(bias_dropout_add_workspace(rows, columns))
+    leaf = torch.ops.ls_train
+    return Problem(
+        (bias, x),
+        lambda bias, x: x + bias,
+        1,
+        {"bwd": lambda: leaf.bias_dropout_add_bwd(None, dbias, scratch, None, dy, None, None, 0.0, 0, False)},
+        {"bwd": rows * columns * b.size},
+    )
+
+
 def bias_dropout_add_layer_norm(b: Buffers, rows: int, columns: int) -> Problem:
     """Return the problem of ``bias_dropout_add_layer_norm`` on (rows, columns), with a gradient of the sum too."""
     x, residual, dy, dsum = (b(rows, columns) for _ in range(4))

@@ -35,6 +35,7 @@ SIZES: dict[str, Sequence[tuple[int, int]]] = {
     "layer_norm": ((37, 1024), (5, 1023), (3, 9000), (3, 9001)),
     "bias_dropout_add": ((37, 1024), (5, 1023)),
     "bias_dropout_add_layer_norm": ((37, 1024), (5, 1023), (3, 9000)),
+    "bias_gradient": ((37, 1024), (5, 1023)),
     "bias_activation_dropout": ((37, 1024), (5, 1023)),
     "bias_gelu_dropout": ((37, 1024), (5, 1023)),
     "dropout": ((37, 1024), (5, 1023)),
