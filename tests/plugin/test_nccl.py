@@ -56,10 +56,13 @@ class Run:
     log: Path
 
     def wait(self, limit: float = 240) -> str:
-        """Return what it printed; a command that fails fails the test."""
-        code = self.process.wait(limit)
+        """Return what it printed; a command that fails or does not end fails the test."""
+        try:
+            end = f"exit code {self.process.wait(limit)}"
+        except subprocess.TimeoutExpired:
+            end = f"no end after {limit} s"
         text = self.log.read_text(errors="replace")
-        assert code == 0, f"exit code {code}\n{text[-6000:]}"
+        assert end == "exit code 0", f"{end}\n{text[-6000:]}"
         return text
 
 

@@ -2,9 +2,10 @@
 
 Works under torchrun and where fairseq spawns its ranks: each imports this module and so watches itself. With
 ``OVERFLOW=<rank>:<call>`` in the environment the loss of that rank's call is infinite in the backward, and the ranks in
-``UNCAPTURED=<rank>,...`` run eagerly what others replay.
+``UNCAPTURED=<rank>,...`` run eagerly what others replay. A rank that is still there after two minutes says where it is.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -71,6 +72,7 @@ def _watch() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
+    faulthandler.dump_traceback_later(120, repeat=True)
     _watch()
 if __name__ == "__main__":
     cli.train()
