@@ -1,9 +1,8 @@
 """Output projection and label-smoothed cross entropy together, without ever holding the whole logits.
 
 The rows go through in chunks: logits of a chunk, ``cross_entropy_inplace`` turns them into their gradient, and two
-products give the chunk's part of the gradients of input and weight. Large chunks use two streams: the loss of the first
-half beside the logits of the second, and the input's gradient of a half beside what is left, so that memory and tensor
-cores are busy together and what one kernel leaves idle at its start and end is used by another.
+products give the chunk's part of the gradients of input and weight. Large chunks use two streams: logits and loss by
+halves, then the products side by side, so that what one kernel leaves idle at its start and end is used by another.
 Only the sum over rows can therefore be differentiated. :func:`linear_cross_entropy` does all this in its forward, and
 its backward multiplies by the incoming gradient. Who knows that gradient before (a training step does: it is the loss
 scale) calls :func:`linear_cross_entropy_gradients`: the logits' gradients carry it, so that both gradients are final.
@@ -228,29 +227,22 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
                 count = None if rows is None else used[i]
                 torch.ops.ls_train.cross_entropy_fwd(loss, nll, sums, hits, logits, targets, count, smoothing, ignored)
                 continue
-            pieces = [(part, logits, loss, nll, hits, targets, gradient)]
+            _wait(side, main)
+            pieces = [(part, logits, loss, nll, hits, targets)]
             if is_split:
                 pieces = zip(*(view.split(size) if view is not None else (None,) * _SIDE_PARTS for view in pieces[0]))
-            begun = None  # when the loss of the first piece is there
-            for number, (features, *places, labels, dfeatures) in enumerate(pieces):
-                is_first = number == 0
-                _write_product(places[0], features, weight_t, False, spaces[0])
-                if is_first:
-                    _wait(side, main)
-                with _on(side if is_first else main):
+            for number, (features, *places, labels) in enumerate(pieces):
+                with _on(side if number % 2 else main):
+                    _write_product(places[0], features, weight_t, False, spaces[number % 2])
                     count = None if rows is None else used[i, number : number + 1]
                     torch.ops.ls_train.cross_entropy_inplace(
                         *places, labels, count, gradients.scale, smoothing, ignored
                     )
-                if not is_first:
-                    _wait(side, main)
-                elif side is not None:
-                    begun = side.record_event()
-                if dfeatures is not None:
-                    with _on(side):
-                        _write_product(dfeatures, places[0], weight, False, spaces[1])
-            if begun is not None:
-                main.wait_event(begun)
+            _wait(side, main)
+            _wait(main, side)
+            if gradient is not None:
+                with _on(side):
+                    _write_product(gradient, logits, weight, False, spaces[1])
             if dweight is not None:
                 _write_product(dweight, logits.t(), part, gradients.accumulate or i > 0, spaces[0])
             _wait(main, side)  # before the next chunk takes the buffer
