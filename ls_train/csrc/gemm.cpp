@@ -122,15 +122,16 @@ struct Problem {
 
   using Key = std::array<int64_t, 8>;
 
+  // Products that are added up for an element of the result.
+  int64_t terms() const { return right.transposed ? right.columns : right.rows; }
+
   Key key() const {
     int64_t rest = device;
     for (const int value : {static_cast<int>(type), left_alignment, right_alignment, out_alignment, bias_alignment + 1,
                             (accumulate ? 4 : 0) | (left.transposed ? 2 : 0) | (right.transposed ? 1 : 0)}) {
       rest = rest * 16 + value;
     }
-    return {out.rows,       out.columns,  right.transposed ? right.columns : right.rows,
-            left.stride,    right.stride, out.stride,
-            workspace_size, rest};
+    return {out.rows, out.columns, terms(), left.stride, right.stride, out.stride, workspace_size, rest};
   }
 };
 
@@ -144,12 +145,12 @@ struct KeyHash {
 
 constexpr int kCandidates = 8;
 constexpr int64_t kVocabulary = 16384;  // rows or columns of a result that is taken for one over a vocabulary
+constexpr int64_t kShortSum = 1024;     // terms of an element of the result
 
 // Which of the heuristic's candidates, best first by its own estimate, leaves the fewest multiprocessors idle in its
 // last wave. With several waves that estimate is coarser than the loss: over a vocabulary the fullest waves were
-// faster than the first choice by a tenth; products of layers gained nothing. The earliest of nearly equal ones; only
-// tiles that are not much smaller than the first choice's, as they read their factors more often. A few waves, or sums
-// that are split, stay as they are.
+// faster than the first choice by a tenth. The earliest of nearly equal ones; only tiles that are not much smaller than
+// the first choice's, as they read their factors more often. A few waves, or sums that are split, stay as they are.
 int fullest(const std::array<HeuristicResult, kCandidates>& results, int found) {
   constexpr float kFewWaves = 4.f, kSmallerTiles = 2.1f, kNearlyEqual = 1.015f;
   const float most = kSmallerTiles * results[0].waves;
@@ -165,6 +166,25 @@ int fullest(const std::array<HeuristicResult, kCandidates>& results, int found) 
   int chosen = 0;
   while (!fits(results[chosen]) || time_by_use(results[chosen]) > kNearlyEqual * least) ++chosen;
   return chosen;
+}
+
+// The earliest that has about half of the first choice's tiles' size, which the first choice has if there is none.
+// Writing the result of short sums takes as long as a good part of computing it, and of small tiles several share a
+// multiprocessor: one is written while another is computed.
+int smaller(const std::array<HeuristicResult, kCandidates>& results, int found) {
+  constexpr float kLeast = 1.8f, kMost = 2.6f;
+  for (int i = 1; i < found; ++i) {
+    const float tiles = results[i].waves / results[0].waves;
+    if (results[i].state == CUBLAS_STATUS_SUCCESS && tiles >= kLeast && tiles <= kMost) return i;
+  }
+  return 0;
+}
+
+// Only for results over a vocabulary: products of layers gained nothing in a training step, either way.
+int best(const Problem& problem, const std::array<HeuristicResult, kCandidates>& results, int found) {
+  if (std::max(problem.out.rows, problem.out.columns) < kVocabulary) return 0;
+  const int chosen = problem.terms() <= kShortSum ? smaller(results, found) : 0;
+  return chosen > 0 ? chosen : fullest(results, found);
 }
 
 class Plan {
@@ -241,8 +261,7 @@ class Plan {
       const Status answer =
           lt_.heuristic(handle, operation_, left_, right_, out_, out_, preference, kCandidates, results.data(), &found);
       exists_ = answer == CUBLAS_STATUS_SUCCESS && found > 0 && results[0].state == CUBLAS_STATUS_SUCCESS;
-      const bool over_vocabulary = std::max(problem.out.rows, problem.out.columns) >= kVocabulary;
-      if (exists_) algorithm_ = results[over_vocabulary ? fullest(results, found) : 0].algorithm;
+      if (exists_) algorithm_ = results[best(problem, results, found)].algorithm;
     }
     lt_.preference_destroy(preference);
     check(status, "cublasLtMatmulPreferenceSetAttribute");
