@@ -1,20 +1,72 @@
 // Attention forward of long sequences with heads of up to 64, on tensor cores.
 //
-// A block owns up to 128 queries of one sequence and head, a warp 32 of them; keys and values pass by in stages of 64,
-// and softmax goes along in chunks of 32 with running maximum and sum.
+// A block owns 64 queries of one sequence and head, a warp 16 of them; keys and values pass by in stages of 64, and
+// softmax goes along in chunks of 32. A row's probabilities are relative to a reference score, first the largest of its
+// first chunk: products of queries and keys start from minus the reference. Only where the sum of a chunk's
+// probabilities says that a score is far above the reference does the warp take the chunk again and move the references
+// up.
 // Bytes: q, k, v read and out written once, (2 Nq + 2 Nk) * H * D * 2, and 4 * Nq * H of lse; k and v once more from
-// L2 for every further 128 queries.
+// L2 for every further 64 queries.
 #include "attention_long.cuh"
 
 namespace ls_train {
 namespace {
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_fwd_long_kernel(Attention a) {
+constexpr int kWarps = 4;   // of a block
+constexpr int kBlocks = 4;  // of a multiprocessor
+
+template <int kDim>
+struct Softmax {
+  static constexpr int kTiles = kDim / 8;
+  // References move where eight probabilities, a thread's of a row and chunk, sum up to more. float16 holds 65504.
+  static constexpr float kLargestSum = 256.f;
+
+  float out[kTiles][4] = {};
+  float start[4] = {};  // minus the reference scores (unscaled), as an accumulator
+  float sum[2] = {};    // of this thread's columns
+
+  // Accumulators of a chunk's scores, less the reference, become probabilities; their sums by row.
+  __device__ __forceinline__ void exponentials(float (&s)[kChunkTiles][4], float (&part)[2], float scale2) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      part[h] = 0.f;
+#pragma unroll
+      for (int i = 0; i < kChunkTiles * 2; ++i) {
+        float& score = s[i / 2][h * 2 + i % 2];
+        score = fast_exp2(score * scale2);
+        part[h] += score;
+      }
+    }
+  }
+
+  // Moves the references up to the largest of a chunk's scores where that is larger, or, in the first chunk, there.
+  __device__ __forceinline__ void move(float (&s)[kChunkTiles][4], bool first, float scale2) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float largest = s[0][h * 2];
+#pragma unroll
+      for (int i = 1; i < kChunkTiles * 2; ++i) largest = fmaxf(largest, s[i / 2][h * 2 + i % 2]);
+      largest = row_reduce<Max>(largest);
+      const float by = first ? (largest == -INFINITY ? 0.f : largest) : fmaxf(largest, 0.f);
+      const float rescale = first ? 1.f : fast_exp2(-by * scale2);
+      start[h * 2] = start[h * 2 + 1] = start[h * 2] - by;
+      sum[h] *= rescale;
+#pragma unroll
+      for (int i = 0; i < kChunkTiles * 2; ++i) s[i / 2][h * 2 + i % 2] -= by;
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        out[t][h * 2] *= rescale;
+        out[t][h * 2 + 1] *= rescale;
+      }
+    }
+  }
+};
+
+template <class T, int kDim, bool kDropout>
+__global__ void __launch_bounds__(kWarps* kWarp, kBlocks) attention_fwd_long_kernel(Attention a) {
 #ifdef LS_TRAIN_TENSOR_CORES
-  constexpr int kTiles = kDim / 8;
   extern __shared__ uint4 shared[];  // two stages, then q: (q_rows, kTileStride)
-  const QueryBlock<T, kDim> block(a, shared);
+  const QueryBlock<T, kDim, kWarps> block(a, shared);
   const OwnQueries& own = block.own;
   const Sequence& seq = block.task.sequence;
   block.load_own(0, a.q);
@@ -25,71 +77,68 @@ __global__ void __launch_bounds__(kLongWarps* kWarp, 2) attention_fwd_long_kerne
   if (own.rows <= 0) return;
 
   const float scale2 = a.scale * kLog2E;
-  float out[kRowTiles][kTiles][4] = {};
-  float maximum[kRowTiles][2], sum[kRowTiles][2] = {};  // of the unscaled scores; sums of this thread's columns
-#pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) maximum[r][0] = maximum[r][1] = -INFINITY;
+  Softmax<kDim> softmax;
   wait_stage();
-  RowFragments<kDim> queries[kRowTiles];
+  RowFragments<kDim> queries;
   block.load_own_fragments(queries, 0);
 
-  block.for_chunks(dropout, [&](int key, const T* keys, const T* values, const KeepRows(&keep)[kRowTiles]) {
-    float s[kRowTiles][kChunkTiles][4] = {};
-    add_dots<kDim>(s, queries, keys);
-    own.mask(s, seq, key);
+  block.for_chunks([&](int key, const T* keys, const T* values) {
+    float s[kChunkTiles][4], part[2];
+    const auto score = [&] {
+      dots<kDim>(s, queries, keys, [&](int) -> const float (&)[4] { return softmax.start; });
+      own.mask(s, seq, key);
+    };
+    Masks8 masks[2];
+    if constexpr (kDropout) {
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float largest = s[r][0][h * 2];
-#pragma unroll
-        for (int i = 1; i < kChunkTiles * 2; ++i) largest = fmaxf(largest, s[r][i / 2][h * 2 + i % 2]);
-        largest = fmaxf(maximum[r][h], row_reduce<Max>(largest));
-        const float shift = largest == -INFINITY ? 0.f : largest;  // no key seen yet: exp2(-inf - 0) = 0
-        const float rescale = fast_exp2((maximum[r][h] - shift) * scale2);
-        maximum[r][h] = largest;
-        sum[r][h] *= rescale;
-#pragma unroll
-        for (int i = 0; i < kChunkTiles * 2; ++i) {
-          float& score = s[r][i / 2][h * 2 + i % 2];
-          // Scaled after the difference: the largest score's exponent is exactly 0 however large the scores are.
-          const float p = fast_exp2((score - shift) * scale2);
-          sum[r][h] += p;
-          score = keep[r](h, i) ? p : 0.f;
-        }
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          out[r][t][h * 2] *= rescale;
-          out[r][t][h * 2 + 1] *= rescale;
-        }
-      }
+      for (int h = 0; h < 2; ++h) masks[h] = block.masks(dropout, h, key);
     }
-    add_products<kDim>(out, s, values);
-  });
-
+    score();
+    bool move = key == 0;
+    if (!move) {
+      softmax.exponentials(s, part, scale2);
+      move = __any_sync(kAllLanes, fmaxf(part[0], part[1]) > softmax.kLargestSum);
+      if (move) score();
+    }
+    if (move) {
+      softmax.move(s, key == 0, scale2);
+      softmax.exponentials(s, part, scale2);
+    }
+    uint32_t probs[kChunkTiles / 2][4];
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-    if (own.warp_row + r * kWarpRows >= own.rows) return;
-    float factor[2];
+    for (int t = 0; t < kChunkTiles; t += 2) as_factor<T>(probs[t / 2], s[t], s[t + 1]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float total = row_reduce<Sum>(sum[r][h]);
-      factor[h] = total == 0.f ? 0.f : dropout.scale / total;
-      if (threadIdx.x % 4 == 0 && own.row(r, h) < seq.q_len) {
-        const float lse = total == 0.f ? -INFINITY : maximum[r][h] * a.scale + logf(total);
-        a.lse[(seq.q_start + own.row(r, h)) * a.heads + block.task.head] = lse;
+      softmax.sum[h] += part[h];
+      if constexpr (kDropout) {
+#pragma unroll
+        for (int t = 0; t < kChunkTiles; ++t) probs[t / 2][t % 2 * 2 + h] &= masks[h].word[t];
       }
     }
-    block.store_own(a.out, r, out[r], factor);
+    add_products<kDim>(softmax.out, probs, values);
+  });
+
+  if (own.warp_row >= own.rows) return;
+  float factor[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float total = row_reduce<Sum>(softmax.sum[h]);
+    factor[h] = total == 0.f ? 0.f : dropout.scale / total;
+    if (threadIdx.x % 4 == 0 && own.row(h) < seq.q_len) {
+      const float lse = total == 0.f ? -INFINITY : logf(total) - softmax.start[h * 2] * a.scale;
+      a.lse[(seq.q_start + own.row(h)) * a.heads + block.task.head] = lse;
+    }
   }
+  block.store_own(a.out, softmax.out, factor);
 #endif
 }
 
-template <class T, int kDim>
+template <class T, int kDim, bool kDropout>
 cudaError_t launch(Attention a, int64_t max_q, cudaStream_t stream) {
-  const int warps = plan_queries(a, max_q);
-  const int memory = Stages<T, kDim>::kBytes + a.q_rows * kTileStride<kDim> * static_cast<int>(sizeof(T));
-  return launch_attention(attention_fwd_long_kernel<T, kDim>, a, a.q_tiles, warps * kWarp, memory, stream);
+  using Block = QueryBlock<T, kDim, kWarps>;
+  plan_queries(a, max_q, Block::kQueries);
+  return launch_attention(attention_fwd_long_kernel<T, kDim, kDropout>, a, a.q_tiles, Block::kThreads, Block::memory(1),
+                          stream);
 }
 
 }  // namespace
@@ -97,7 +146,9 @@ cudaError_t launch(Attention a, int64_t max_q, cudaStream_t stream) {
 cudaError_t attention_fwd_long(const Attention& a, DType dtype, int64_t max_q, cudaStream_t stream) {
   return dispatch_half_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    return a.dim <= 32 ? launch<T, 32>(a, max_q, stream) : launch<T, 64>(a, max_q, stream);
+    return dispatch_long(a, [&](auto dim, auto dropout) {
+      return launch<T, decltype(dim)::value, decltype(dropout)::value>(a, max_q, stream);
+    });
   });
 }
 

@@ -86,9 +86,9 @@ cudaError_t dispatch_dim(int dim, Body&& body) {
 constexpr int kWarpLength = 32, kShortLength = 128;
 constexpr int kNarrowDim = 32, kLongDim = 64;
 
-// Both mask scores before they are scaled, hence the sign.
+// Both mask scores before they are scaled, hence the sign. Those of long sequences decide dropout as masks8 does.
 inline bool is_long(const Attention& a, int64_t max_q, int64_t max_k) {
-  return a.dim <= kLongDim && std::max(max_q, max_k) > kShortLength && a.scale > 0.f;
+  return a.dim <= kLongDim && std::max(max_q, max_k) > kShortLength && a.scale > 0.f && masks_fit(a.dropout);
 }
 
 inline bool is_short(const Attention& a, int64_t max_q, int64_t max_k) {

@@ -15,6 +15,7 @@ namespace ls_train {
 constexpr int kShortDim = 64;
 constexpr int kShortTile = kChunk * kShortDim;  // elements
 constexpr int kHeadTiles = kShortDim / 8;
+constexpr int kRowTiles = 2;  // of 16 queries, of a warp alone
 
 // Blocks of one warp that a multiprocessor is to hold: older ones have less shared memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900

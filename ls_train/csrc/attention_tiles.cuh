@@ -11,9 +11,7 @@
 
 namespace ls_train {
 
-constexpr int kRowTiles = 2;
-constexpr int kQueryRows = kRowTiles * kWarpRows;  // of a warp that owns queries, where keys' fragments are used twice
-constexpr float kLowestLse = -1e30f;               // for queries without keys: masked scores less this are still -inf
+constexpr float kLowestLse = -1e30f;  // for queries without keys: masked scores less this are still -inf
 
 // Starts the copy of rows of one head into a tile: `count` valid ones from `row` on, zeros up to `padded`.
 template <int kDim, class T>

@@ -37,6 +37,7 @@ struct DropoutKey {  // what a thread keeps in registers
   float scale;
 
   __device__ __forceinline__ bool active() const { return lift != kKeepAll; }
+  __device__ __forceinline__ uint32_t threshold() const { return kKeepAll - lift; }  // in both halves
 };
 
 // x, which is equal in all running lanes; the compiler then computes what depends on it alone, such as round keys, in
@@ -129,7 +130,7 @@ __device__ __forceinline__ Keep8 keep8_plane(const DropoutKey& key, uint32_t pla
 // which "not less" is true as well. The absolute value, which bit 15 is no part of, is free.
 __device__ __forceinline__ Masks8 masks8(const DropoutKey& key, uint32_t plane, uint32_t row, uint32_t group) {
   const Lanes8 lanes = lanes8(key, plane, row, group);
-  const uint32_t threshold = DropoutKey::kKeepAll - key.lift;
+  const uint32_t threshold = key.threshold();
   Masks8 masks;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -225,6 +226,14 @@ __device__ __forceinline__ uint32_t keep_across(const DropoutKey& key, int lane,
 __device__ __forceinline__ Keep8 keep8_attention(const DropoutKey& key, int64_t row, int head, int block, int quad) {
   return keep8_plane(key, static_cast<uint32_t>(head), static_cast<uint32_t>(row),
                      static_cast<uint32_t>(block * 4 + quad));
+}
+
+// The same decisions, for dropout that masks_fit: as masks, and the lanes that a threshold decides.
+__device__ __forceinline__ Masks8 masks8_attention(const DropoutKey& key, int64_t row, int head, int block, int quad) {
+  return masks8(key, static_cast<uint32_t>(head), static_cast<uint32_t>(row), static_cast<uint32_t>(block * 4 + quad));
+}
+__device__ __forceinline__ Lanes8 lanes8_attention(const DropoutKey& key, int64_t row, int head, int block, int quad) {
+  return lanes8(key, static_cast<uint32_t>(head), static_cast<uint32_t>(row), static_cast<uint32_t>(block * 4 + quad));
 }
 
 // Lane of the Keep8 of (block, quad) = (j / 32, j % 8 / 2) that decides key position j, for paths that go key by key.

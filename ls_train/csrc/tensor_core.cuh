@@ -83,6 +83,25 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// c = start + a * b, laid out as above.
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                             const float (&start)[4], half) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start[0]), "f"(start[1]), "f"(start[2]),
+        "f"(start[3]));
+}
+
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                             const float (&start)[4], bfloat16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start[0]), "f"(start[1]), "f"(start[2]),
+        "f"(start[3]));
+}
+
 // Two neighbouring elements as one register, the first in the low half.
 __device__ __forceinline__ uint32_t pack_pair(float x, float y, half) {
   const __half2 pair = __floats2half2_rn(x, y);
@@ -99,6 +118,15 @@ __device__ __forceinline__ float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// x and y become `otherwise` where the halves of `lanes`, without signs and as float16, are below those of `threshold`.
+// A half that is NaN is not.
+__device__ __forceinline__ void select_kept(float& x, float& y, uint32_t lanes, uint32_t threshold, float otherwise) {
+  asm("{\n .reg .pred p, q;\n .reg .b32 w;\n abs.f16x2 w, %2;\n setp.geu.f16x2 p|q, w, %3;\n"
+      " selp.f32 %0, %0, %4, p;\n selp.f32 %1, %1, %4, q;\n}"
+      : "+f"(x), "+f"(y)
+      : "r"(lanes), "r"(threshold), "f"(otherwise));
 }
 
 // Asynchronous copies of kBytes (16 or 4) aligned bytes, zeros where not valid. They complete in groups, in order.

@@ -239,6 +239,24 @@ def test_large_logits(width: int, slack: int, device: str, dtype: torch.dtype) -
 
 
 @on_every_type
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.98])
+@pytest.mark.parametrize("order", ["rising", "falling", "one late"])
+def test_scores_that_change_along_the_keys(order: str, p: float, device: str, dtype: torch.dtype) -> None:
+    """The largest score of a row may come in any chunk of keys, little or far above those before."""
+    lengths = (257, 140)
+    q, k, v = torch.randn(3, sum(lengths), 2, 64, device=device).to(dtype).unbind()
+    steps = torch.cat([torch.linspace(0.1, 6.0, length, device=device) for length in lengths])
+    factors = {"rising": steps, "falling": 6.1 - steps, "one late": torch.where(steps > 5.9, 6.0, 0.1)}[order]
+    k = (k * factors[:, None, None]).to(dtype)
+    cu, seed = cumulative(lengths, device), seed_tensor(SEED, device)
+    assert_matches_torch(
+        lambda q, k, v: attention(q, k, v, cu, cu, 257, 257, p=p, seed=seed, offset=OFFSET),
+        lambda q, k, v: native(q, k, v, lengths, lengths, False, p),
+        (q, k, v),
+    )
+
+
+@on_every_type
 @on_every_path
 @on_every_width
 def test_logarithm_of_the_sums(width: int, slack: int, device: str, dtype: torch.dtype) -> None:
