@@ -19,13 +19,6 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return y;
 }
 
-// x y within [0, 1]; NaN is 0.
-__device__ __forceinline__ float saturated_product(float x, float y) {
-  float z;
-  asm("mul.sat.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
-}
-
 constexpr float kLog2E = 1.4426950408889634f;
 
 // 1 / (1 + exp(-x)), for x * log2(e).
@@ -56,9 +49,6 @@ constexpr float kLargest = std::numeric_limits<float>::max();
 // below 1. A test takes all values of both types. The coefficients are arguments, from the constant term on, so that
 // the factor of dropout is in them and costs nothing.
 struct Gelu {
-  // 2^p is this part of the tail, so that |x| times it stays below 1 for every factor up to 32.
-  static constexpr float kParts = 32.f;
-
   float p[6], q[7];
   float middle;
 
@@ -73,7 +63,6 @@ struct Gelu {
       p[i] = static_cast<float>(kTail[i] * power);
       power /= factor > 0 ? factor : 1;  // zero: everything is dropped
     }
-    p[0] -= 5.f;  // log2(kParts)
     for (int i = 0; i < 7; ++i) q[i] = kSlope[i] * factor;
     middle = 0.5f * factor;
   }
@@ -91,15 +80,14 @@ template <class T>
 __device__ __forceinline__ float activate(float x, Activation activation, const Gelu& gelu) {
   switch (activation) {
     case Activation::kGelu: {
-      // Infinity times a tail of zero would be NaN.
       const float size = fabsf(x);
+      float tail;
       if constexpr (sizeof(T) == 4) {
-        const float tail = 0.5f * erfcf(size * 0.70710678118654752f);
-        return fmaf(-fminf(size, kLargest), tail, positive_part(x));
+        tail = 0.5f * erfcf(size * 0.70710678118654752f);
       } else {
-        const float below = saturated_product(size, fast_exp2(polynomial(gelu.p, size)));
-        return fmaf(-Gelu::kParts, below, positive_part(x));
+        tail = fast_exp2(polynomial(gelu.p, size));
       }
+      return fmaf(-fminf(size, kLargest), tail, positive_part(x));  // infinity times a tail of zero would be NaN
     }
     case Activation::kGeluTanh:
       return x * sigmoid_log2(x * fmaf(kLog2E * kTwiceRootTwoOverPi * kCubic, x * x, kLog2E * kTwiceRootTwoOverPi));

@@ -38,9 +38,6 @@ constexpr int kForwardThreads = kIsRelu<Kind> ? kTileThreads : 128;
 // Blocks of the forward. relu's is held up by memory alone and faster without the walk over tiles.
 template <class Kind>
 constexpr int64_t kForwardGrid = kIsRelu<Kind> ? kBlockATile : 1056;
-// Whether a thread's rows are far apart, see turns: tiles that blocks take in turn do not end all at once.
-template <class Kind>
-constexpr bool kIsSpread = !kIsRelu<Kind>;
 // Blocks of the backward: about as many as fit at a time.
 template <class Kind>
 constexpr int64_t kBackwardGrid = kIsRelu<Kind> ? 512 : 256;
@@ -62,20 +59,20 @@ __global__ void __launch_bounds__(kForwardThreads<Kind>,
   if (bias != nullptr) load_floats(bias + column, add);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) add[i] *= kScaled ? key.scale : 1.f;
-  const uint32_t first = blockIdx.y * (kIsSpread<Kind> ? 1 : kRows) * blockDim.y + threadIdx.y;
-  const T* from = x + static_cast<int64_t>(first) * columns + column;
-  T* to = y + static_cast<int64_t>(first) * columns + column;
-  for_turns(first, static_cast<uint32_t>(used), turns.step, [&](uint32_t row, uint32_t left) {
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * (kRows * turns.groups) + threadIdx.y;
+  const T* from = x + first * columns + column;
+  T* to = y + first * columns + column;
+  for_turns(first, used, turns.step, [&](uint32_t plane, uint32_t row, uint32_t left) {
     Pack<T, kWidth> values[kRows];
     Masks8 masks[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (r == 0 || r * turns.apart <= left) values[r] = load_streaming<kWidth>(from);
+      if (r == 0 || r * turns.groups <= left) values[r] = load_streaming<kWidth>(from);
       advance(from, r + 1 < kRows ? turns.near : turns.far);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      masks[r] = masks8(key, 0, row + r * turns.apart, static_cast<uint32_t>(column) / 8);
+      masks[r] = masks8(key, plane, row + r * turns.groups, static_cast<uint32_t>(column) / 8);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -88,7 +85,7 @@ __global__ void __launch_bounds__(kForwardThreads<Kind>,
         if (!kIsRelu<Kind>) v[i] = activate<T>(v[i], Kind(), gelu);
       }
       const auto pack = drop_and_pack<T, kIsRelu<Kind>>(v, masks[r], kScaled ? 1.f : key.scale, column);
-      if (r == 0 || r * turns.apart <= left) store_global(to, pack);
+      if (r == 0 || r * turns.groups <= left) store_global(to, pack);
       advance(to, r + 1 < kRows ? turns.near : turns.far);
     }
   });
@@ -157,7 +154,7 @@ __global__ void __launch_bounds__(kTileThreads, kBackwardBlocks<Kind>)
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) add[i] *= gradient_scale<T>(Kind());
   }
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * turns.apart + threadIdx.y;
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * turns.groups + threadIdx.y;
   int64_t at = first * columns + column;
   for_ring_turns<kStages>(
       inside ? first : used, used, turns.step,
@@ -212,7 +209,7 @@ cudaError_t bias_activation_dropout_fwd(const TensorRef& y, const TensorRef& x, 
   return dispatch_type(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const Dropout dropout = make_dropout(seed, p, offset);
-    if (!masks_fit(dropout) || !packs_fit<T>(columns, y.data, x.data, bias.data) || n > UINT32_MAX) {
+    if (!masks_fit(dropout) || !packs_fit<T>(columns, y.data, x.data, bias.data)) {
       const Tiles t = tiles(n, columns, 1, kTileRows, kAnyRowBlocks);
       bias_activation_dropout_fwd_plain_kernel<T><<<t.grid, t.block, 0, stream>>>(
           y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns, dropout, Gelu(1.f), activation);
@@ -224,7 +221,7 @@ cudaError_t bias_activation_dropout_fwd(const TensorRef& y, const TensorRef& x, 
       const Tiles t = tiles(n, columns, kPackWidth<T>, kRows, kAnyRowBlocks, kForwardGrid<Kind>, kForwardThreads<Kind>);
       bias_activation_dropout_fwd_kernel<T><<<t.grid, t.block, 0, stream>>>(
           y.as<T>(), x.as<T>(), bias.as<T>(), rows.as<int32_t>(), n, columns, dropout,
-          Gelu(kIsFolded<T, Kind> ? dropout.scale : 1.f), turns(t, kRows, columns, kIsSpread<Kind>), kind);
+          Gelu(kIsFolded<T, Kind> ? dropout.scale : 1.f), turns(t, kRows, columns), kind);
       return cudaGetLastError();
     });
   });

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   const bool inside = column < columns;
   const int64_t used = used_rows(rows, n);
   const DropoutKey key = dropout_key(dropout);
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * turns.apart + threadIdx.y;
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * turns.groups + threadIdx.y;
   int64_t at = first * columns + column;
   float dbias[1][kWidth] = {};
   if (!kSumOnly && inside) clear_unused<kWidth>(dx, used, n, columns, column);

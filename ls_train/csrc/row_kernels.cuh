@@ -93,17 +93,14 @@ inline Tiles tiles(int64_t rows, int64_t columns, int width, int rows_a_thread, 
 // Rows that blocks take in turn, so that memory is gone over from one end to the other. The host computes the
 // distances, which are constants of instructions then.
 struct Turns {
-  uint32_t apart, step;  // rows between two of a thread's tile, and between the first ones of two tiles
-  int64_t near, far;     // elements between two rows of a tile, and from a tile's last row to the next one's first
+  uint32_t groups, step;  // rows between two of a thread's tile, and between the first ones of two tiles
+  int64_t near, far;      // elements between two rows of a tile, and from a tile's last row to the next one's first
 };
 
-// Rows of a tile follow those of the thread beside it, or, `spread`, those of all blocks: the last turn, for which
-// there are fewer rows than threads, then leaves each of them at most one row.
-inline Turns turns(const Tiles& t, int rows_a_thread, int columns, bool spread = false) {
-  const uint32_t groups = t.block.y, rows = groups * t.grid.y, step = rows * static_cast<uint32_t>(rows_a_thread);
-  const uint32_t apart = spread ? rows : groups;
-  const int64_t near = static_cast<int64_t>(apart) * columns;
-  return {apart, step, near, static_cast<int64_t>(step) * columns - near * (rows_a_thread - 1)};
+inline Turns turns(const Tiles& t, int rows_a_thread, int columns) {
+  const uint32_t groups = t.block.y, step = groups * t.grid.y * static_cast<uint32_t>(rows_a_thread);
+  const int64_t near = static_cast<int64_t>(groups) * columns;
+  return {groups, step, near, static_cast<int64_t>(step) * columns - near * (rows_a_thread - 1)};
 }
 
 // Calls walk(plane, row, left) for every plane in which a thread has turns; row: the lower half of its first row there,
@@ -118,23 +115,22 @@ __device__ __forceinline__ void for_planes(int64_t first, int64_t used, uint32_t
   }
 }
 
-// Calls body(row, left) for the first row of each of a thread's tiles, the first one in `first`; left: how many used
-// rows follow it.
+// Calls body(plane, row, left) for the first row of each of a thread's tiles, as for_planes has them.
 template <class Body>
-__device__ __forceinline__ void for_turns(uint32_t first, uint32_t used, uint32_t step, Body&& body) {
-  if (first >= used) return;
-  uint32_t row = first, left = used - 1 - first;
+__device__ __forceinline__ void for_turns(int64_t first, int64_t used, uint32_t step, Body&& body) {
+  for_planes(first, used, step, [&](uint32_t plane, uint32_t& row, uint32_t left) {
 #pragma unroll 1
-  for (;;) {
-    body(row, left);
-    if (left < step) break;
-    left -= step;
-    row += step;
-  }
+    for (;;) {
+      body(plane, row, left);
+      if (left < step) break;
+      left -= step;
+      row += step;
+    }
+  });
 }
 
-// The same for any number of single rows that go through shared memory, kStages at a time: fetch(k, stage) asks for the
-// row that is k turns ahead with __pipeline_memcpy_async, body(plane, row, stage) waits for its row with
+// The same for single rows that go through shared memory, kStages at a time: fetch(k, stage) asks for the row that is k
+// turns ahead with __pipeline_memcpy_async, body(plane, row, stage) waits for its row with
 // __pipeline_wait_prior(kStages - 1).
 template <int kStages, class Fetch, class Body>
 __device__ __forceinline__ void for_ring_turns(int64_t first, int64_t used, uint32_t step, Fetch&& fetch, Body&& body) {
