@@ -209,20 +209,12 @@ struct KeepRows {
   __device__ __forceinline__ bool operator()(int h, int i) const { return bits >> (h * 8 + i) & 1; }
 };
 
-// Bit i of the result decides lane i. Lanes 2t and 2t + 1 are halves of a word: they move together.
-__device__ __forceinline__ unsigned keep_byte(const Keep8& lanes) {
-  unsigned pairs = 0;  // even lanes in bits 0, 2, 4, 6, odd ones 16 above them
-#pragma unroll
-  for (int t = 0; t < 4; ++t) pairs |= lanes.word[t] >> (15 - 2 * t) & 0x10001u << (2 * t);
-  return (pairs | pairs >> 15) & 0xffu;
-}
-
 __device__ __forceinline__ KeepRows keep_rows(const DropoutKey& dropout, int64_t row, int head, int chunk) {
   if (!dropout.active()) return {0xffffu};
   KeepRows keep = {0};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    keep.bits |= keep_byte(keep8_attention(dropout, row + h * 8, head, chunk, threadIdx.x % 4)) << (h * 8);
+    keep.bits |= keep8_attention(dropout, row + h * 8, head, chunk, threadIdx.x % 4).bits() << (h * 8);
   }
   return keep;
 }
