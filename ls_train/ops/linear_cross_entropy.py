@@ -218,7 +218,7 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
     buffer, weight_t = x.new_empty(min(step, total), weight.shape[0]), weight.t()
     # One call for the views of all chunks instead of one a chunk.
     views = [None if tensor is None else tensor.split(step) for tensor in (x, *losses, lse, correct, target, dx)]
-    with _spaces(x) as spaces:
+    with _spaces(x) as spaces, _joined(side, main):
         for i in range(-(-total // step)):
             part, loss, nll, sums, hits, targets, gradient = (view and view[i] for view in views)
             logits = buffer if part.shape[0] == buffer.shape[0] else buffer[: part.shape[0]]
@@ -249,6 +249,15 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
     if total == 0 and dweight is not None and not gradients.accumulate:
         dweight.zero_()
     return CrossEntropy(losses[0].sum(), losses[1].sum(), None if correct is None else correct.sum())
+
+
+@contextlib.contextmanager
+def _joined(side: torch.cuda.Stream | None, main: torch.cuda.Stream | None) -> Iterator[None]:
+    """Let ``main`` wait for ``side`` in the end, also where an error frees what ``side`` still uses."""
+    try:
+        yield
+    finally:
+        _wait(main, side)
 
 
 @contextlib.contextmanager

@@ -293,3 +293,26 @@ def test_errors() -> None:
         linear_cross_entropy(x, weight, torch.tensor([1, 9]))
     with pytest.raises(ValueError, match=r"_gradients: argument gradient has shape \(2,\); it needs \(1,\)"):
         linear_cross_entropy_gradients(x, weight, target, torch.ones(2))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_error_leaves_nothing_running_beside(monkeypatch) -> None:
+    """Tensors that an error frees are the current stream's again: it has to wait for the other one."""
+    x, weight, target = random_inputs((4096, 64, 800), "cuda", torch.float16)
+    weight.requires_grad_()
+    main, beside = torch.cuda.current_stream(), []
+    module = sys.modules[chunk_rows.__module__]
+    write = module._write_product
+
+    def write_or_fail(*arguments: object) -> None:
+        if torch.cuda.current_stream() != main:
+            beside.append(torch.cuda.current_stream())
+            torch.cuda._sleep(400_000_000)  # cycles
+            raise RuntimeError("no product")
+        write(*arguments)
+
+    monkeypatch.setattr(module, "_write_product", write_or_fail)
+    with pytest.raises(RuntimeError, match="no product"):
+        linear_cross_entropy_gradients(x, weight, target, torch.ones(1, device="cuda"), 0.1, IGNORE)
+    main.synchronize()
+    assert [stream.query() for stream in beside] == [True]
