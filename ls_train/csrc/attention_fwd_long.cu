@@ -39,7 +39,9 @@ struct Softmax {
     }
   }
 
-  // Moves the references up to the largest of a chunk's scores where that is larger, or, in the first chunk, there.
+  // Moves the references up to the largest of a chunk's scores where that is larger, or, in the first chunk, there, and
+  // makes the scores relative to them. The scores come as they are: relative to a reference far away they would have
+  // lost their last bits.
   __device__ __forceinline__ void move(float (&s)[kChunkTiles][4], bool first, float scale2) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -47,12 +49,13 @@ struct Softmax {
 #pragma unroll
       for (int i = 1; i < kChunkTiles * 2; ++i) largest = fmaxf(largest, s[i / 2][h * 2 + i % 2]);
       largest = row_reduce<Max>(largest);
-      const float by = first ? (largest == -INFINITY ? 0.f : largest) : fmaxf(largest, 0.f);
-      const float rescale = first ? 1.f : fast_exp2(-by * scale2);
-      start[h * 2] = start[h * 2 + 1] = start[h * 2] - by;
+      const float before = -start[h * 2];
+      const float to = first ? (largest == -INFINITY ? 0.f : largest) : fmaxf(largest, before);
+      const float rescale = first ? 1.f : fast_exp2((before - to) * scale2);
+      start[h * 2] = start[h * 2 + 1] = -to;
       sum[h] *= rescale;
 #pragma unroll
-      for (int i = 0; i < kChunkTiles * 2; ++i) s[i / 2][h * 2 + i % 2] -= by;
+      for (int i = 0; i < kChunkTiles * 2; ++i) s[i / 2][h * 2 + i % 2] -= to;
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         out[t][h * 2] *= rescale;
@@ -84,8 +87,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, kBlocks) attention_fwd_long_ker
 
   block.for_chunks([&](int key, const T* keys, const T* values) {
     float s[kChunkTiles][4], part[2];
-    const auto score = [&] {
-      dots<kDim>(s, queries, keys, [&](int) -> const float (&)[4] { return softmax.start; });
+    const auto score = [&](auto&& start) {
+      dots<kDim>(s, queries, keys, start);
       own.mask(s, seq, key);
     };
     Masks8 masks[2];
@@ -93,14 +96,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, kBlocks) attention_fwd_long_ker
 #pragma unroll
       for (int h = 0; h < 2; ++h) masks[h] = block.masks(dropout, h, key);
     }
-    score();
     bool move = key == 0;
     if (!move) {
+      score([&](int) -> const float (&)[4] { return softmax.start; });
       softmax.exponentials(s, part, scale2);
       move = __any_sync(kAllLanes, fmaxf(part[0], part[1]) > softmax.kLargestSum);
-      if (move) score();
     }
     if (move) {
+      score(FromZero());
       softmax.move(s, key == 0, scale2);
       softmax.exponentials(s, part, scale2);
     }

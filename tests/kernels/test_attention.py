@@ -13,6 +13,7 @@ from ls_train.ops._arguments import statistics_dtype
 from ls_train.ops.attention import attention_workspace
 from ls_train.testing import assert_accurate, assert_matches_torch
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_every_type, run, seed_tensor
+from tests.kernels.test_dropout import RATES
 
 SEED, OFFSET = 11, 4
 # (query lengths, key lengths, heads, head size): one token, empty sequences, odd sizes, several 32-key blocks. On a GPU
@@ -39,6 +40,7 @@ CASES = {
     "many stages": ((150, 20, 257), (90, 129, 257), 1, 40),
     "few queries, many keys": ((30, 5), (250, 64), 2, 64),
     "many queries, few keys": ((250, 64), (30, 5), 2, 64),
+    "whole stages": ((192, 64, 512, 129, 0), (256, 128, 512, 129, 3), 1, 32),
     "no queries": ((0, 0), (3, 4), 2, 8),
     "empty batch": ((), (), 2, 8),
 }
@@ -238,22 +240,88 @@ def test_large_logits(width: int, slack: int, device: str, dtype: torch.dtype) -
     torch.testing.assert_close(dv[:9], wins, rtol=relative, atol=1e-6)
 
 
+LENGTHS_IN_ORDER = (257, 140)
+ORDERS = ("rising", "falling", "one late", "far below, then near")
+
+
+def scores_in_order(order: str, device: str, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of LENGTHS_IN_ORDER, one head, whose scores grow or shrink along the keys."""
+    q, k, v = torch.randn(3, sum(LENGTHS_IN_ORDER), 1, width, device=device).to(dtype).unbind()
+    steps = torch.cat([torch.linspace(0.1, 6.0, length, device=device) for length in LENGTHS_IN_ORDER])
+    if order == ORDERS[-1]:
+        # More than a chunk of 32 keys with products of -6e6, beside which the last bits of others would be lost.
+        q[..., 0], k[..., 0] = 100.0, torch.where(steps < 1.5, -60000.0, 0.0).to(dtype)[:, None]
+        return q, k, v
+    factors = {"rising": steps, "falling": 6.1 - steps, "one late": torch.where(steps > 5.9, 6.0, 0.1)}[order]
+    return q, (k * factors[:, None, None]).to(dtype), v
+
+
 @on_every_type
 @pytest.mark.parametrize("p", [0.0, 0.3, 0.98])
-@pytest.mark.parametrize("order", ["rising", "falling", "one late"])
-def test_scores_that_change_along_the_keys(order: str, p: float, device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("order", "width", "causal"),
+    # Under a causal mask the first rows would see nothing but what is far below.
+    [(order, 64, False) for order in ORDERS] + [(order, 24, order != ORDERS[-1]) for order in ORDERS],
+)
+def test_scores_that_change_along_the_keys(
+    order: str, width: int, causal: bool, p: float, device: str, dtype: torch.dtype
+) -> None:
     """The largest score of a row may come in any chunk of keys, little or far above those before."""
-    lengths = (257, 140)
-    q, k, v = torch.randn(3, sum(lengths), 2, 64, device=device).to(dtype).unbind()
-    steps = torch.cat([torch.linspace(0.1, 6.0, length, device=device) for length in lengths])
-    factors = {"rising": steps, "falling": 6.1 - steps, "one late": torch.where(steps > 5.9, 6.0, 0.1)}[order]
-    k = (k * factors[:, None, None]).to(dtype)
+    lengths = LENGTHS_IN_ORDER
     cu, seed = cumulative(lengths, device), seed_tensor(SEED, device)
     assert_matches_torch(
-        lambda q, k, v: attention(q, k, v, cu, cu, 257, 257, p=p, seed=seed, offset=OFFSET),
-        lambda q, k, v: native(q, k, v, lengths, lengths, False, p),
-        (q, k, v),
+        lambda q, k, v: attention(q, k, v, cu, cu, 257, 257, causal, p=p, seed=seed, offset=OFFSET),
+        lambda q, k, v: native(q, k, v, lengths, lengths, causal, p),
+        scores_in_order(order, device, dtype, width),
     )
+
+
+@on_every_type
+@pytest.mark.parametrize("order", ORDERS)
+def test_logarithm_of_sums_that_change(order: str, device: str, dtype: torch.dtype) -> None:
+    q, k, v = scores_in_order(order, device, dtype, 64)
+    cu, out = cumulative(LENGTHS_IN_ORDER, device), torch.empty_like(q)
+    lse = torch.empty(len(q), 1, dtype=statistics_dtype(dtype), device=device)
+    torch.ops.ls_train.attention_fwd(out, lse, q, k, v, cu, cu, None, 257, 257, False, 0.125, 0.0, 0)
+    parts = (x.double().split(LENGTHS_IN_ORDER) for x in (q, k))
+    reference = [torch.einsum("ihd,jhd->ihj", *part).mul(0.125).logsumexp(-1) for part in zip(*parts, strict=True)]
+    assert_accurate(lse, torch.cat(reference), lse.dtype)
+
+
+@on_every_type
+@pytest.mark.parametrize("p", RATES)
+def test_masks_of_long_sequences(p: float, device: str, dtype: torch.dtype) -> None:
+    """Forward and backward draw the reference's masks at every rate: equal scores, 64 of the keys or queries shown."""
+    heads, width, length = 2, 64, 140
+    cu, seed = cumulative((length,), device), seed_tensor(SEED, device)
+    kept = rng.attention_keep_mask(torch.tensor([SEED]), OFFSET, torch.arange(length), heads, length, p)
+    for shown in (slice(0, width), slice(length - width, length)):
+        q, one_hot = torch.zeros(2, length, heads, width, device=device, dtype=dtype)
+        one_hot[shown] = torch.eye(width, device=device, dtype=dtype)[:, None]
+        v = one_hot.clone().requires_grad_()
+        out = attention(q, q, v, cu, cu, length, length, p=p, seed=seed, offset=OFFSET)
+        (dv,) = torch.autograd.grad(out, v, one_hot)
+        assert torch.equal((out != 0).cpu(), kept[:, :, shown].transpose(0, 1))
+        assert torch.equal((dv != 0).cpu(), kept[:, shown].permute(2, 0, 1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_sequences_give_the_same_bits(causal: bool, dtype: torch.dtype) -> None:
+    """Many blocks and stages, again and again: a stage that is overwritten too early need not be noticed."""
+    lengths = (512, 511, 300, 129, 512)
+    cu, seed = cumulative(lengths, "cuda"), seed_tensor(SEED, "cuda")
+    leaves = [torch.randn(sum(lengths), 16, 64, device="cuda").to(dtype).requires_grad_() for _ in range(3)]
+    dout = torch.randn_like(leaves[0])
+
+    def results() -> tuple[Tensor, ...]:
+        out = attention(*leaves, cu, cu, 512, 512, causal, p=0.1, seed=seed)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    expected = results()
+    for _ in range(20):
+        assert all(map(torch.equal, results(), expected))
 
 
 @on_every_type
