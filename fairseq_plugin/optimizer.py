@@ -45,7 +45,8 @@ class _FairseqFusedAdam(FusedAdam):
 
 _GRAPH_HELP = (
     "replay training steps as CUDA graphs, one for each of a few levels of batch sizes: on, off or auto (the "
-    "default), which is on where the plugin's own training step runs on a GPU"
+    "default), which is on where the plugin's own training step runs on a GPU, but on a single one not for batches "
+    "that keep it busy anyway"
 )
 _COMPACT_HELP = (
     "keep the float32 masters of 16-bit parameters as 16 bits beside them, which saves 2 bytes a parameter and some "

@@ -42,7 +42,7 @@ from fairseq_plugin.optimizer import LSFP16Optimizer
 from fairseq_plugin.pending import PendingUpdate
 from fairseq_plugin.rank_balance import balance
 from fairseq_plugin.rank_options import check_agreement, check_options
-from fairseq_plugin.step_options import graph_obstacles, obstacles
+from fairseq_plugin.step_options import graph_obstacles, keeps_busy, obstacles
 from fairseq_plugin.token_budget import filled_by_tokens
 from ls_train.graph import CapturedCalls, CudaGraphs
 from ls_train.optim import DynamicLossScale, FusedAdam
@@ -85,8 +85,11 @@ class LSTrainer(FairseqTrainer):
             logger.info(f"training step: fairseq's own runs because of {', '.join(reasons)}")
         wanted = getattr(cfg.optimizer, "ls_cuda_graph", "off")
         reasons = graph_obstacles(model, self.cuda, self.is_lean)
-        self._replays = not reasons and wanted != "off"
-        by_tokens = getattr(cfg.optimizer, "ls_token_budget", False)
+        by_tokens = getattr(cfg.optimizer, "ls_token_budget", False)  # its batches are hardly rounded
+        # Measured on one GPU.
+        measured = not by_tokens and self.data_parallel_world_size == 1
+        gains = wanted == "on" or not (measured and keeps_busy(model, cfg.dataset.max_tokens))
+        self._replays = not reasons and wanted != "off" and gains
         if by_tokens and not self.is_lean:
             logger.info("--ls-token-budget: without effect, padding costs fairseq's own training step memory and time")
         if getattr(cfg.optimizer, "ls_shard_update", False) and not self.is_lean:
@@ -97,6 +100,8 @@ class LSTrainer(FairseqTrainer):
             if by_tokens and self.is_lean
             else contextlib.nullcontext
         )
+        if wanted == "auto" and not reasons and not gains:
+            logger.info("--ls-cuda-graph auto: no graphs, batches of this size keep the GPU busy without")
         if wanted == "on" and reasons:
             logger.info(f"--ls-cuda-graph on: steps run without graphs because of {', '.join(reasons)}")
 

@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fairseq_plugin import step_options
 from fairseq_plugin import trainer as plugin_trainer
 from fairseq_plugin.data_parallel import Ranks
+from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
+from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
 from tests.plugin.test_trainer import FP16, assert_a_load_is_exact, assert_same_bits, precise_metrics, start  # noqa: F401
 from tests.recorded_graphs import RecordedGraphs
 
@@ -96,6 +99,36 @@ def test_obstacles_are_named(start, caplog):  # noqa: F811
         assert run.cfg.optimizer.ls_cuda_graph == (options[1] if options else "auto")
         run.steps(1)
         assert "graphs" not in caplog.text
+
+
+def test_auto_leaves_graphs_out_where_batches_keep_the_gpu_busy(start, monkeypatch, caplog):  # noqa: F811
+    caplog.set_level(logging.INFO)
+    line = "--ls-cuda-graph auto: no graphs"
+    assert start("--max-tokens", 200).trainer._replays is False  # the CPU
+    monkeypatch.setattr(plugin_trainer, "graph_obstacles", lambda *_: [])
+    assert start("--max-tokens", 200).trainer._replays is True
+    assert line not in caplog.text
+    monkeypatch.setattr(step_options, "_BUSY", 1)
+    assert start("--max-tokens", 200, "--ls-cuda-graph", "on").trainer._replays is True
+    assert start("--max-tokens", 200, "--ls-token-budget").trainer._replays is True
+    with monkeypatch.context() as patch:
+        patch.setattr(plugin_trainer.LSTrainer, "data_parallel_world_size", 2)
+        assert start("--max-tokens", 200).trainer._replays is True
+    assert line not in caplog.text
+    assert start("--max-tokens", 200).trainer._replays is False
+    assert caplog.text.count(line) == 1
+
+
+def test_what_keeps_a_gpu_busy(monkeypatch):
+    """Parameters of a layer, on average, times tokens; embeddings and projections do not count."""
+    sizes = {"embed_dim": 8, "num_heads": 2, "ffn_dim": 16}
+    layers = [LSTransformerEncoderLayer(**sizes), LSTransformerDecoderLayer(**sizes)]
+    model = torch.nn.ModuleList([*layers, torch.nn.Linear(100, 100)])
+    monkeypatch.setattr(step_options, "_BUSY", 50 * sum(p.numel() for layer in layers for p in layer.parameters()))
+    assert step_options.keeps_busy(model, 100)
+    assert not step_options.keeps_busy(model, 99)
+    assert not step_options.keeps_busy(model, None)
+    assert not step_options.keeps_busy(torch.nn.Linear(100, 100), 10**9)
 
 
 @pytest.fixture
