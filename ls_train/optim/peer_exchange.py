@@ -66,6 +66,8 @@ class SymmetricTensor:
     def __init__(self, count: int, dtype: torch.dtype, group: Any) -> None:
         """Make a tensor (count,) on the current GPU; called by all ranks of ``group`` in one order."""
         own = _symmetric(count, dtype)
+        # torch leaves zeroing the flags to the device: signals that came before that would be lost.
+        torch.cuda.synchronize()
         self._handle = _symmetric_memory().rendezvous(own, group.group_name)
         self.copies = [self._handle.get_buffer(rank, (count,), dtype) for rank in range(dist.get_world_size(group))]
         self.copies[dist.get_rank(group)] = own  # whose views keep the memory, as those of the others do not

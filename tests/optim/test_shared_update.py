@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,6 +198,42 @@ def test_parts_are_aligned_and_cover_every_piece(monkeypatch):
 def test_only_shared_state_can_be_consolidated():
     """fairseq asks with hasattr whether the optimiser gathers its state, or the wrapper around the model has to."""
     assert not hasattr(FusedAdam(parameters(torch.float32)), "consolidate_state_dict")
+
+
+class LateDevice:
+    """Symmetric memory of a busy device, which zeroes flags when its turn comes, and of a rank that signals at once."""
+
+    def __init__(self):
+        self.flag, self.work = torch.zeros(1), []
+
+    def empty(self, count, *, dtype, device):
+        self.work.append(self.flag.zero_)
+        return torch.empty(count, dtype=dtype)
+
+    def rendezvous(self, tensor, group_name):
+        self.flag.fill_(1)
+        return self
+
+    def get_buffer(self, rank, sizes, dtype):
+        return torch.empty(sizes, dtype=dtype)
+
+    def synchronize(self):
+        while self.work:
+            self.work.pop()()
+
+    def wait_signal(self, rank, channel, limit):
+        self.synchronize()
+        assert self.flag == 1, "waits for ever"
+
+
+def test_no_signal_is_lost_while_flags_are_zeroed(monkeypatch):
+    device = LateDevice()
+    monkeypatch.setattr(peer_exchange, "_symmetric_memory", lambda: device)
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    peer_exchange.SymmetricTensor(8, torch.int32, SimpleNamespace(group_name="ranks")).wait(1, 0)
 
 
 def find_obstacle(rank, ranks, folder, broken, hosts):
