@@ -13,7 +13,6 @@ from fairseq_plugin.encoder import LSTransformerEncoder
 from fairseq_plugin.fused_model import reference_causes
 from fairseq_plugin.language_model import LSTransformerLanguageModel
 from fairseq_plugin.model import LSTransformerModel
-from ls_train.layers.decoder_layer import LSTransformerDecoderLayer
 from ls_train.layers.encoder_layer import LSTransformerEncoderLayer
 
 _MODELS = (LSTransformerModel, LSTransformerLanguageModel)
@@ -72,7 +71,7 @@ def keeps_busy(model: torch.nn.Module, max_tokens: int | None) -> bool:
         model: not wrapped.
         max_tokens: of a batch, None where it is bounded by sentences.
     """
-    layers = [m for m in model.modules() if isinstance(m, (LSTransformerEncoderLayer, LSTransformerDecoderLayer))]
+    layers = [m for m in model.modules() if isinstance(m, LSTransformerEncoderLayer)]  # decoder layers are such too
     if max_tokens is None or not layers:
         return False
     parameters = sum(parameter.numel() for layer in layers for parameter in layer.parameters())

@@ -85,11 +85,11 @@ class LSTrainer(FairseqTrainer):
             logger.info(f"training step: fairseq's own runs because of {', '.join(reasons)}")
         wanted = getattr(cfg.optimizer, "ls_cuda_graph", "off")
         reasons = graph_obstacles(model, self.cuda, self.is_lean)
-        by_tokens = getattr(cfg.optimizer, "ls_token_budget", False)  # its batches are hardly rounded
-        # Measured on one GPU.
-        measured = not by_tokens and self.data_parallel_world_size == 1
-        gains = wanted == "on" or not (measured and keeps_busy(model, cfg.dataset.max_tokens))
-        self._replays = not reasons and wanted != "off" and gains
+        by_tokens = getattr(cfg.optimizer, "ls_token_budget", False)
+        # Measured on one GPU; batches of a token budget are hardly rounded.
+        may_be = wanted == "auto" and self.data_parallel_world_size == 1 and not by_tokens
+        is_busy = may_be and keeps_busy(model, cfg.dataset.max_tokens)
+        self._replays = not reasons and wanted != "off" and not is_busy
         if by_tokens and not self.is_lean:
             logger.info("--ls-token-budget: without effect, padding costs fairseq's own training step memory and time")
         if getattr(cfg.optimizer, "ls_shard_update", False) and not self.is_lean:
@@ -100,7 +100,7 @@ class LSTrainer(FairseqTrainer):
             if by_tokens and self.is_lean
             else contextlib.nullcontext
         )
-        if wanted == "auto" and not reasons and not gains:
+        if is_busy and not reasons:
             logger.info("--ls-cuda-graph auto: no graphs, batches of this size keep the GPU busy without")
         if wanted == "on" and reasons:
             logger.info(f"--ls-cuda-graph on: steps run without graphs because of {', '.join(reasons)}")

@@ -218,7 +218,7 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
     buffer, weight_t = x.new_empty(min(step, total), weight.shape[0]), weight.t()
     # One call for the views of all chunks instead of one a chunk.
     views = [None if tensor is None else tensor.split(step) for tensor in (x, *losses, lse, correct, target, dx)]
-    with _spaces(x) as spaces, _joined(side, main):
+    with _spaces(x) as spaces, _joined_on_error(main, side):
         for i in range(-(-total // step)):
             part, loss, nll, sums, hits, targets, gradient = (view and view[i] for view in views)
             logits = buffer if part.shape[0] == buffer.shape[0] else buffer[: part.shape[0]]
@@ -252,12 +252,13 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
 
 
 @contextlib.contextmanager
-def _joined(side: torch.cuda.Stream | None, main: torch.cuda.Stream | None) -> Iterator[None]:
-    """Let ``main`` wait for ``side`` in the end, also where an error frees what ``side`` still uses."""
+def _joined_on_error(main: torch.cuda.Stream | None, side: torch.cuda.Stream | None) -> Iterator[None]:
+    """After an error let ``main`` wait for ``side``, which may still use what the error frees."""
     try:
         yield
-    finally:
+    except BaseException:
         _wait(main, side)
+        raise
 
 
 @contextlib.contextmanager
