@@ -762,12 +762,19 @@ void product(const Tensor& out, const Tensor& a, const Tensor& b, const std::opt
              const Tensor& workspace, bool accumulate) {
   Call call;
   call.op = "product";
-  const View result = {call.check(any_layout(floating("out", "MN")), out), out.get(), 0};
+  // float32 results of 16-bit factors have plans only.
+  const auto is_float32 = [&](const char* name, const Tensor& tensor) {
+    return describe(call.op, floating(name, "**"), tensor).dtype == DType::kFloat32;
+  };
+  const bool is_wide = is_float32("out", out) && !is_float32("a", a);
+  const Argument kind = is_wide ? Argument{"out", Type::kFloat32, "MN"} : floating("out", "MN");
+  const View result = {call.check(any_layout(kind), out), out.get(), 0};
   const View left = {call.check(any_layout(floating("a", "MK")), a), a.get(), 0};
   const View right = {call.check(any_layout(floating("b", "KN")), b), b.get(), 0};
   View added;
   if (bias.has_value()) added = {call.check(floating("bias", "N"), *bias), bias->get(), 0};
   if (added && accumulate) fail_argument(call.op, "bias", "must be None with accumulate");
+  if (added && is_wide) fail_argument(call.op, "bias", "must be None with a float32 result of 16-bit factors");
   const TensorRef memory = call.check({"workspace", Type::kUInt8, "*"}, workspace);
   if (reinterpret_cast<uintptr_t>(memory.data) % 256 != 0) {
     fail_argument(call.op, "workspace", "does not begin at a multiple of 256 bytes");
@@ -777,7 +784,10 @@ void product(const Tensor& out, const Tensor& a, const Tensor& b, const std::opt
   context.workspace_size = memory.sizes[0];
   const torch::stable::accelerator::DeviceGuard guard(call.device);
   enter(context, call);
-  make_product(context, result, left, right, added, accumulate);
+  if (!is_wide) return make_product(context, result, left, right, added, accumulate);
+  if (!gemm(context, result, left, right, added, accumulate)) {
+    fail(call.op, "no plan for a float32 result here; use torch.mm or torch.addmm with out_dtype");
+  }
 }
 
 // The parameters of a layer in the order of their list; q, k and v lie together. Cross attention may be missing.

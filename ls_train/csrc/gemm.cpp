@@ -112,8 +112,9 @@ std::optional<Factor> factor(const TensorRef& matrix) {
 int alignment(const void* data) { return __builtin_ctzll(reinterpret_cast<uintptr_t>(data) | 256); }
 
 struct Problem {
-  DType type;
+  DType type;  // of the factors
   Factor left, right, out;
+  bool is_wide;  // float32 result
   bool accumulate;
   int left_alignment, right_alignment, out_alignment;
   int bias_alignment;  // -1: no bias
@@ -127,8 +128,9 @@ struct Problem {
 
   Key key() const {
     int64_t rest = device;
-    for (const int value : {static_cast<int>(type), left_alignment, right_alignment, out_alignment, bias_alignment + 1,
-                            (accumulate ? 4 : 0) | (left.transposed ? 2 : 0) | (right.transposed ? 1 : 0)}) {
+    for (const int value :
+         {static_cast<int>(type), left_alignment, right_alignment, out_alignment, bias_alignment + 1,
+          (is_wide ? 8 : 0) | (accumulate ? 4 : 0) | (left.transposed ? 2 : 0) | (right.transposed ? 1 : 0)}) {
       rest = rest * 16 + value;
     }
     return {out.rows, out.columns, terms(), left.stride, right.stride, out.stride, workspace_size, rest};
@@ -201,7 +203,7 @@ class Plan {
     }
     lay_out(left_, type, problem.left);
     lay_out(right_, type, problem.right);
-    lay_out(out_, type, problem.out);
+    lay_out(out_, problem.is_wide ? CUDA_R_32F : type, problem.out);
     choose(problem, handle);
   }
   Plan(const Plan&) = delete;
@@ -289,16 +291,19 @@ Plan& plan(const CublasLt& lt, const Problem& problem, Handle handle) {
 
 bool gemm(const GemmContext& context, const TensorRef& out, const TensorRef& a, const TensorRef& b,
           const TensorRef& bias, bool accumulate) {
-  const bool has_type = out.dtype == DType::kFloat16 || out.dtype == DType::kBFloat16;
-  if (!has_type || context.library == nullptr || context.handle == nullptr) return false;
+  const bool has_type = a.dtype == b.dtype && (a.dtype == DType::kFloat16 || a.dtype == DType::kBFloat16);
+  const bool is_wide = out.dtype == DType::kFloat32 && !bias;
+  if (!has_type || !(is_wide || out.dtype == a.dtype) || context.library == nullptr || context.handle == nullptr)
+    return false;
   if (out.numel() == 0 || a.numel() == 0) return false;
   static const CublasLt lt(context.library);
   const std::optional<Factor> left = factor(b), right = factor(a), result = factor(out);
   if (!lt.complete || !left || !right || !result || result->transposed) return false;
-  const Problem problem = {out.dtype,
+  const Problem problem = {a.dtype,
                            *left,
                            *right,
                            *result,
+                           is_wide,
                            accumulate,
                            alignment(b.data),
                            alignment(a.data),

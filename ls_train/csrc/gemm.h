@@ -19,7 +19,8 @@ struct GemmContext {
   cudaStream_t stream = nullptr;
 };
 
-// out = a b + bias, or out += a b; bias may be empty. Sums and partial sums are float32. Returns false, with nothing
+// out = a b + bias, or out += a b; bias may be empty. out has the factors' type or, without bias, is float32. Sums and
+// partial sums are float32. Returns false, with nothing
 // done, for what cuBLASLt is not asked for: other types, empty matrices, rows or columns that are not contiguous, and
 // shapes that it has no algorithm for. Equal shapes, alignments and workspaces take the same algorithm, whose bits do
 // not depend on the call.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -53,3 +55,24 @@ def product(
         torch.addmm(bias, a, b, out=out)
     else:
         torch.mm(a, b, out=out)
+
+
+def wide_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool, space: Tensor | None) -> None:
+    """Write ``a b`` in float32, or add it, for 16-bit factors on a GPU: by a plan where there is one, else by torch.
+
+    Args:
+        out: float32 (M, N), written.
+        a: (M, K).
+        b: (K, N).
+        accumulate: add to what ``out`` holds.
+        space: as for :func:`product`; None: torch makes it.
+    """
+    if space is not None:
+        # Without a plan nothing has been done; whatever else is wrong torch says again.
+        with contextlib.suppress(RuntimeError):
+            torch.ops.ls_train.product(out, a, b, None, space, accumulate)
+            return
+    if accumulate:
+        torch.addmm(out, a, b, out=out, out_dtype=out.dtype)
+    else:
+        torch.mm(a, b, out=out, out_dtype=out.dtype)

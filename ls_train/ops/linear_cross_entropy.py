@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from ls_train._library import compiled
 from ls_train.memory import workspace
 from ls_train.ops._arguments import Arguments, check_kinds, statistics_dtype
-from ls_train.ops._product import gemm_workspace, product
+from ls_train.ops._product import gemm_workspace, product, wide_product
 from ls_train.ops.cross_entropy import CrossEntropy, check_label_smoothing
 from ls_train.params import grad_slot
 
@@ -302,10 +302,8 @@ def _weight_gradient(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor 
 
 
 def _write_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool, space: Tensor | None) -> None:
-    """Write ``a b`` to ``out``, or add it; ``out`` may be float32 with 16-bit factors, which torch multiplies."""
-    if out.dtype == a.dtype or not out.is_cuda:
-        product(out, a.to(out.dtype), b.to(out.dtype), None, accumulate, space)
-    elif accumulate:
-        torch.addmm(out, a, b, out=out, out_dtype=out.dtype)
+    """Write ``a b`` to ``out``, or add it; ``out`` may be float32 with 16-bit factors."""
+    if out.dtype != a.dtype and out.is_cuda:
+        wide_product(out, a, b, accumulate, space)
     else:
-        torch.mm(a, b, out=out, out_dtype=out.dtype)
+        product(out, a.to(out.dtype), b.to(out.dtype), None, accumulate, space)

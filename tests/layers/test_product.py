@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ls_train import _library
-from ls_train.ops._product import GEMM_WORKSPACE, gemm_workspace, product
+from ls_train.ops._product import GEMM_WORKSPACE, gemm_workspace, product, wide_product
 from ls_train.testing import assert_accurate, gpus
 
 needs_gpu = pytest.mark.skipif(not gpus(), reason="plans exist only in the compiled library")
@@ -105,6 +105,26 @@ def test_what_plans_do_not_take_is_made_by_torch(dtype):
     product(out, random(5, 0, dtype=dtype), random(0, 7, dtype=dtype))
     assert out.count_nonzero() == 0
     product(random(0, 7, dtype=dtype), random(0, 3, dtype=dtype), random(3, 7, dtype=dtype))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rows", [1, 511, 1024, 3750])
+def test_float32_results_of_16_bit_factors(rows, dtype):
+    """The weight gradient of a projection, as autograd's form keeps it."""
+    x, dlogits = random(rows, 1024, dtype=dtype), random(rows, 40000, dtype=dtype)
+    space = torch.empty(GEMM_WORKSPACE, dtype=torch.uint8, device=gpus()[0])
+    for accumulate in (False, True):
+        out = torch.randn(40000, 1024, device=gpus()[0])
+        reference = (dlogits.t().double() @ x.double()).add_(out.double() if accumulate else 0)
+        results = []
+        for _ in range(2):
+            results.append(out.clone())
+            torch.ops.ls_train.product(results[-1], dlogits.t(), x, None, space, accumulate)
+        assert torch.equal(*results)
+        assert_accurate(results[0], reference, torch.float32)
+        wide_product(out, dlogits.t(), x, accumulate, None)
+        assert_accurate(out, reference, torch.float32)
 
 
 @needs_gpu
