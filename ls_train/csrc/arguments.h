@@ -10,8 +10,8 @@
 
 namespace ls_train {
 
-// kFloating: one type a call
-enum class Type : char { kFloating, kFloat32, kFloat64, kInt64, kInt32, kInt16, kUInt8, kBool };
+// kFloating: one type a call; kAnyFloating: any of the types that this one may be
+enum class Type : char { kFloating, kAnyFloating, kFloat32, kFloat64, kInt64, kInt32, kInt16, kUInt8, kBool };
 
 // shape has one character a dimension: a capital letter stands for one size throughout a call, "+" after it for one
 // more, a digit for itself, "*" for anything.

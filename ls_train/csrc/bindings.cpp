@@ -112,18 +112,17 @@ struct Call {
   }
 
   void check_type(const Argument& argument, DType type) {
-    constexpr DType kPlain[] = {DType::kFloat32, DType::kFloat32, DType::kFloat64, DType::kInt64,
+    constexpr DType kPlain[] = {DType::kFloat32, DType::kFloat32, DType::kFloat32, DType::kFloat64, DType::kInt64,
                                 DType::kInt32,   DType::kInt16,   DType::kUInt8,   DType::kBool};
     DType expected = kPlain[static_cast<int>(argument.type)];
-    if (argument.type == Type::kFloating) {
-      if (!floating.has_value()) {
-        if (type != DType::kFloat32 && type != DType::kFloat16 && type != DType::kBFloat16) {
-          fail_argument(op, argument.name,
-                        std::string("has dtype ") + type_name(type) + "; use float32, float16 or bfloat16");
-        }
-        floating = type;
+    if (argument.type == Type::kFloating || argument.type == Type::kAnyFloating) {
+      const bool any = argument.type == Type::kAnyFloating || !floating.has_value();
+      if (any && type != DType::kFloat32 && type != DType::kFloat16 && type != DType::kBFloat16) {
+        fail_argument(op, argument.name,
+                      std::string("has dtype ") + type_name(type) + "; use float32, float16 or bfloat16");
       }
-      expected = *floating;
+      expected = any ? type : *floating;
+      if (argument.type == Type::kFloating) floating = expected;
     }
     if (type != expected) {
       fail_argument(op, argument.name,
@@ -660,6 +659,13 @@ struct LossScaleUpdate {
   }
 };
 
+struct ScaleCast : Unchecked {
+  static constexpr const char* name = "scale_cast";
+  static constexpr auto launch = &ls_train::scale_cast;
+  static constexpr Argument arguments[] = {
+      floating("out", "NC"), {"x", Type::kAnyFloating, "NC"}, float32("factor", "1")};
+};
+
 // Lists of tensors do not fit into Binding<>.
 void add_column_sums(const std::vector<Tensor>& gradients, const std::vector<Tensor>& partials,
                      const Tensor& partial_rows, const std::vector<int64_t>& sums, bool accumulate) {
@@ -725,7 +731,16 @@ Tensor torch_tensor(const View& view) {
   return Tensor(handle);
 }
 
-// ATen's products, without the dispatcher: autograd, autocast and modes have no say inside a layer's pass.
+Tensor float32_copy(const Tensor& tensor) {
+  using torch::stable::detail::from;
+  StableIValue stack[] = {from(tensor), from(torch::headeronly::ScalarType::Float), from(false), from(true),
+                          from(std::nullopt)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::to", "dtype", stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// ATen's products, without the dispatcher: autograd, autocast and modes have no say inside a layer's pass. Those of
+// 16-bit factors with a float32 result, which no layer has, take copies of the factors.
 void aten_product(const View& out, const View& a, const View& b, const View& bias, bool accumulate) {
   using Mm = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle);
   using Addmm =
@@ -733,7 +748,12 @@ void aten_product(const View& out, const View& a, const View& b, const View& bia
   static const Mm mm = torch_cuda_function<Mm>("aoti_torch_cuda_mm_out");
   static const Addmm addmm = torch_cuda_function<Addmm>("aoti_torch_cuda_addmm_out");
   if (mm == nullptr || addmm == nullptr) fail("layer", "this torch has no CUDA products; install a CUDA build of it");
-  const Tensor result = torch_tensor(out), left = torch_tensor(a), right = torch_tensor(b);
+  const Tensor result = torch_tensor(out);
+  Tensor left = torch_tensor(a), right = torch_tensor(b);
+  if (out.ref.dtype != a.ref.dtype) {
+    left = float32_copy(left);
+    right = float32_copy(right);
+  }
   if (accumulate) {
     TORCH_ERROR_CODE_CHECK(addmm(result.get(), result.get(), left.get(), right.get(), 1.0, 1.0));
   } else if (bias) {
@@ -762,19 +782,17 @@ void product(const Tensor& out, const Tensor& a, const Tensor& b, const std::opt
              const Tensor& workspace, bool accumulate) {
   Call call;
   call.op = "product";
-  // float32 results of 16-bit factors have plans only.
-  const auto is_float32 = [&](const char* name, const Tensor& tensor) {
-    return describe(call.op, floating(name, "**"), tensor).dtype == DType::kFloat32;
-  };
-  const bool is_wide = is_float32("out", out) && !is_float32("a", a);
-  const Argument kind = is_wide ? Argument{"out", Type::kFloat32, "MN"} : floating("out", "MN");
-  const View result = {call.check(any_layout(kind), out), out.get(), 0};
   const View left = {call.check(any_layout(floating("a", "MK")), a), a.get(), 0};
+  const bool is_float32 = data_type(call.op, "out", out) == DType::kFloat32;
+  const Argument kind = is_float32 ? float32("out", "MN") : floating("out", "MN");
+  const View result = {call.check(any_layout(kind), out), out.get(), 0};
   const View right = {call.check(any_layout(floating("b", "KN")), b), b.get(), 0};
   View added;
   if (bias.has_value()) added = {call.check(floating("bias", "N"), *bias), bias->get(), 0};
   if (added && accumulate) fail_argument(call.op, "bias", "must be None with accumulate");
-  if (added && is_wide) fail_argument(call.op, "bias", "must be None with a float32 result of 16-bit factors");
+  if (added && result.ref.dtype != left.ref.dtype) {
+    fail_argument(call.op, "bias", "must be None with a float32 result of 16-bit factors");
+  }
   const TensorRef memory = call.check({"workspace", Type::kUInt8, "*"}, workspace);
   if (reinterpret_cast<uintptr_t>(memory.data) % 256 != 0) {
     fail_argument(call.op, "workspace", "does not begin at a multiple of 256 bytes");
@@ -784,10 +802,7 @@ void product(const Tensor& out, const Tensor& a, const Tensor& b, const std::opt
   context.workspace_size = memory.sizes[0];
   const torch::stable::accelerator::DeviceGuard guard(call.device);
   enter(context, call);
-  if (!is_wide) return make_product(context, result, left, right, added, accumulate);
-  if (!gemm(context, result, left, right, added, accumulate)) {
-    fail(call.op, "no plan for a float32 result here; use torch.mm or torch.addmm with out_dtype");
-  }
+  make_product(context, result, left, right, added, accumulate);
 }
 
 // The parameters of a layer in the order of their list; q, k and v lie together. Cross attention may be missing.
@@ -998,6 +1013,7 @@ STABLE_TORCH_LIBRARY_IMPL(ls_train, CUDA, m) {
   LS_TRAIN_BIND(AdamPrepare);
   LS_TRAIN_BIND(Adam);
   LS_TRAIN_BIND(LossScaleUpdate);
+  LS_TRAIN_BIND(ScaleCast);
   m.impl("column_sum", TORCH_BOX(&add_column_sums));
   m.impl("product", TORCH_BOX(&product));
   m.impl("layer_fwd", TORCH_BOX(&layer_fwd));

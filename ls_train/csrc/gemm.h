@@ -20,10 +20,9 @@ struct GemmContext {
 };
 
 // out = a b + bias, or out += a b; bias may be empty. out has the factors' type or, without bias, is float32. Sums and
-// partial sums are float32. Returns false, with nothing
-// done, for what cuBLASLt is not asked for: other types, empty matrices, rows or columns that are not contiguous, and
-// shapes that it has no algorithm for. Equal shapes, alignments and workspaces take the same algorithm, whose bits do
-// not depend on the call.
+// partial sums are float32. Returns false, with nothing done, for what cuBLASLt is not asked for: other types, empty
+// matrices, rows or columns that are not contiguous, and shapes that it has no algorithm for. Equal shapes, alignments
+// and workspaces take the same algorithm, whose bits do not depend on the call.
 bool gemm(const GemmContext& context, const TensorRef& out, const TensorRef& a, const TensorRef& b,
           const TensorRef& bias, bool accumulate);
 

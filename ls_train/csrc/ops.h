@@ -137,4 +137,8 @@ cudaError_t loss_scale_update(const TensorRef& scale, const TensorRef& counters,
                               const TensorRef& found_inf, double factor, int64_t window, double tolerance,
                               double threshold, double min_scale, cudaStream_t stream);
 
+// out: (N, C) T; x: (N, C) float, half or bfloat16; factor: (1,) float
+cudaError_t scale_cast(const TensorRef& out, const TensorRef& x, const TensorRef& factor, bool accumulate,
+                       cudaStream_t stream);
+
 }  // namespace ls_train

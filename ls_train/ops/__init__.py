@@ -13,6 +13,7 @@ from ls_train.ops.grad_norm import grad_norm
 from ls_train.ops.layer_norm import layer_norm, layer_norm_residual
 from ls_train.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_gradients
 from ls_train.ops.loss_scale_update import loss_scale_update
+from ls_train.ops.scale_cast import scale_cast
 from ls_train.ops.softmax_dropout import softmax_dropout
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_gradients",
     "loss_scale_update",
+    "scale_cast",
     "softmax_dropout",
 ]

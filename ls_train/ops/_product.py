@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor
 
@@ -30,11 +28,11 @@ def product(
 ) -> None:
     """Write ``a b + bias``, or add ``a b`` with ``accumulate``.
 
-    The compiled library makes 16-bit products with plans of its own, which have other bits than torch's and are also
-    those of the layers' operators. Code that ``torch.compile`` traces has torch's.
+    The compiled library makes products of 16-bit factors with plans of its own, which have other bits than torch's and
+    are also those of the layers' operators. Code that ``torch.compile`` traces has torch's.
 
     Args:
-        out: (M, N), written.
+        out: (M, N), written; of the factors' type or, without ``bias``, float32.
         a: (M, K).
         b: (K, N).
         bias: (N,), or None; without ``accumulate``.
@@ -42,37 +40,22 @@ def product(
         space: uint8 (:func:`gemm_workspace`,), scratch that nothing else uses until the product is done; None: taken
             from the workspace of the current stream.
     """
-    size = gemm_workspace(out.itemsize)
+    size = gemm_workspace(a.itemsize)
     run = compiled("product", out) if size and not torch.compiler.is_compiling() else None
     if run is not None and space is not None:
         run(out, a, b, bias, space, accumulate)
     elif run is not None:
         with workspace(out, size) as scratch:
             run(out, a, b, bias, scratch.take((size,), torch.uint8), accumulate)
-    elif accumulate:
-        torch.addmm(out, a, b, out=out)
     elif bias is not None:
         torch.addmm(bias, a, b, out=out)
     else:
-        torch.mm(a, b, out=out)
-
-
-def wide_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool, space: Tensor | None) -> None:
-    """Write ``a b`` in float32, or add it, for 16-bit factors on a GPU: by a plan where there is one, else by torch.
-
-    Args:
-        out: float32 (M, N), written.
-        a: (M, K).
-        b: (K, N).
-        accumulate: add to what ``out`` holds.
-        space: as for :func:`product`; None: torch makes it.
-    """
-    if space is not None:
-        # Without a plan nothing has been done; whatever else is wrong torch says again.
-        with contextlib.suppress(RuntimeError):
-            torch.ops.ls_train.product(out, a, b, None, space, accumulate)
-            return
-    if accumulate:
-        torch.addmm(out, a, b, out=out, out_dtype=out.dtype)
-    else:
-        torch.mm(a, b, out=out, out_dtype=out.dtype)
+        kind = {}
+        if out.dtype != a.dtype and out.is_cuda:
+            kind["out_dtype"] = out.dtype
+        else:  # on the CPU torch has no wider results
+            a, b = a.to(out.dtype), b.to(out.dtype)
+        if accumulate:
+            torch.addmm(out, a, b, out=out, **kind)
+        else:
+            torch.mm(a, b, out=out, **kind)

@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from ls_train._library import compiled
 from ls_train.memory import workspace
 from ls_train.ops._arguments import Arguments, check_kinds, statistics_dtype
-from ls_train.ops._product import gemm_workspace, product, wide_product
+from ls_train.ops._product import gemm_workspace, product
 from ls_train.ops.cross_entropy import CrossEntropy, check_label_smoothing
 from ls_train.params import grad_slot
 
@@ -177,10 +177,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         dx, dweight, weight = ctx.saved_tensors
-        # One dimension, so that 16-bit gradients are multiplied in float32: the loss scale may exceed float16's range.
         factor = (dloss / ctx.grad_scale).view(1)
         if dx is not None:
-            dx = torch.mul(dx, factor, out=torch.empty_like(dx))
+            held, dx = dx, torch.empty_like(dx)
+            torch.ops.ls_train.scale_cast(dx, held, factor, False)
         if dweight is not None:
             dweight = _weight_gradient(weight, dweight, factor)
         return dx, dweight, *(None,) * 3
@@ -223,7 +223,7 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
             part, loss, nll, sums, hits, targets, gradient = (view and view[i] for view in views)
             logits = buffer if part.shape[0] == buffer.shape[0] else buffer[: part.shape[0]]
             if gradients is None:
-                _write_product(logits, part, weight_t, False, spaces[0])
+                product(logits, part, weight_t, space=spaces[0])
                 count = None if rows is None else used[i]
                 torch.ops.ls_train.cross_entropy_fwd(loss, nll, sums, hits, logits, targets, count, smoothing, ignored)
                 continue
@@ -233,7 +233,7 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
                 pieces = zip(*(view.split(size) if view is not None else (None,) * _SIDE_PARTS for view in pieces[0]))
             for number, (features, *places, labels) in enumerate(pieces):
                 with _on(side if number % 2 else main):
-                    _write_product(places[0], features, weight_t, False, spaces[number % 2])
+                    product(places[0], features, weight_t, space=spaces[number % 2])
                     count = None if rows is None else used[i, number : number + 1]
                     torch.ops.ls_train.cross_entropy_inplace(
                         *places, labels, count, gradients.scale, smoothing, ignored
@@ -242,9 +242,9 @@ def _run(x: Tensor, weight: Tensor, target: Tensor, options: _Loss, gradients: _
             _wait(main, side)
             if gradient is not None:
                 with _on(side):
-                    _write_product(gradient, logits, weight, False, spaces[1])
+                    product(gradient, logits, weight, space=spaces[1])
             if dweight is not None:
-                _write_product(dweight, logits.t(), part, gradients.accumulate or i > 0, spaces[0])
+                product(dweight, logits.t(), part, None, gradients.accumulate or i > 0, spaces[0])
             _wait(main, side)  # before the next chunk takes the buffer
     if total == 0 and dweight is not None and not gradients.accumulate:
         dweight.zero_()
@@ -291,19 +291,9 @@ def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
 def _weight_gradient(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor | None:
     """Return the gradient in the weight's type, or None after writing it into the weight's slot."""
     slot = grad_slot(weight)
+    out = torch.empty_like(weight) if slot is None else slot.tensor
+    torch.ops.ls_train.scale_cast(out, dweight, factor, slot is not None and slot.written)
     if slot is None:
-        return torch.mul(dweight, factor, out=torch.empty_like(weight))
-    if slot.written:
-        torch.addcmul(slot.tensor, dweight, factor, out=slot.tensor)
-    else:
-        torch.mul(dweight, factor, out=slot.tensor)
+        return out
     slot.commit()
     return None
-
-
-def _write_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool, space: Tensor | None) -> None:
-    """Write ``a b`` to ``out``, or add it; ``out`` may be float32 with 16-bit factors."""
-    if out.dtype != a.dtype and out.is_cuda:
-        wide_product(out, a, b, accumulate, space)
-    else:
-        product(out, a.to(out.dtype), b.to(out.dtype), None, accumulate, space)

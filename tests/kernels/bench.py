@@ -51,6 +51,7 @@ OPERATORS: dict[str, tuple[Callable[..., Problem], Sequence, Sequence]] = {
         ((512, 1024), (32768, 1024), (32768, 1023)),
         tuple((1 << power, 1024) for power in range(6, 17)),
     ),
+    "scale_cast": (problems.scale_cast, ((40000, 1024),), ((4096, 1024), (15000, 1024), (40000, 512), (40001, 1023))),
     "softmax_dropout": (
         problems.softmax_dropout,
         ((1 << 19, 64), (1 << 20, 33), (1 << 17, 256)),

@@ -203,6 +203,19 @@ def dropout(b: Buffers, rows: int, columns: int) -> Problem:
     )
 
 
+def scale_cast(b: Buffers, rows: int, columns: int) -> Problem:
+    """Return the problem of ``scale_cast`` on (rows, columns) in float32, such as a weight's gradient."""
+    x, y, factor = torch.randn(rows, columns, device=b.device), b.empty(rows, columns), b.floats(1).fill_(64)
+    return Problem(
+        (x,),
+        lambda x: (factor * x).to(b.dtype),
+        0,
+        {"fwd": lambda: torch.ops.ls_train.scale_cast(y, x, factor, False)},
+        {"fwd": rows * columns * (x.itemsize + b.size)},
+        calls={"fwd": {"torch_mul_out": lambda: torch.mul(x, factor, out=y)}},
+    )
+
+
 def softmax_dropout(b: Buffers, rows: int, keys: int) -> Problem:
     """Return the problem of ``softmax_dropout`` on ``rows`` rows of 16 heads."""
     shape = (max(1, rows // (16 * keys)), 16, keys, keys)

@@ -15,7 +15,7 @@ from ls_train.testing import device_types, devices
 assert ops  # declares the operators
 
 Call = tuple[str, dict[str, Any]]
-_GRADIENTS = ("dweight", "dbias", "dnorm_bias", "gradients")
+_ACCUMULATED = ("dweight", "dbias", "dnorm_bias", "gradients", "out")
 on_every_type = pytest.mark.parametrize("device, dtype", device_types())
 _without_gpu = pytest.param("cuda", torch.float32, marks=pytest.mark.skip(reason="needs a CUDA device"))
 on_every_gpu_type = pytest.mark.parametrize(
@@ -257,12 +257,12 @@ class LeafContract:
             expected = run(name, arguments | {"accumulate": False})
 
             def held(key: str, tensor: Tensor) -> Tensor:
-                values = torch.linspace(-1, 1, tensor.numel(), device=device).view(tensor.shape).to(dtype)
-                return values if key in _GRADIENTS else tensor
+                values = torch.linspace(-1, 1, tensor.numel(), device=device).view(tensor.shape).to(tensor.dtype)
+                return values if key in _ACCUMULATED else tensor
 
             again = _map(self.fresh(case)[1], held)
             for key, value in written_by(name, again).items():
-                if key.split("[")[0] in _GRADIENTS:
+                if key.split("[")[0] in _ACCUMULATED:
                     expected[key] = value + expected[key]
             assert_same(run(name, again | {"accumulate": True}), expected, exact=False)
 

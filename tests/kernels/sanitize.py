@@ -39,6 +39,7 @@ SIZES: dict[str, Sequence[tuple[int, int]]] = {
     "bias_activation_dropout": ((37, 1024), (5, 1023)),
     "bias_gelu_dropout": ((37, 1024), (5, 1023)),
     "dropout": ((37, 1024), (5, 1023)),
+    "scale_cast": ((37, 1024), (5, 1023), (67, 257)),
     "softmax_dropout": ((32, 64), (32, 33), (32, 257), (32, 1024), (32, 2100)),
     "embedding": ((67, 256), (67, 129)),
     "cross_entropy": ((5, 5000), (5, 5003), (3, 40000)),

@@ -70,6 +70,16 @@ def test_dropout_mask(device: str) -> None:
 
 
 @on_gpu
+def test_scale_cast(device: str) -> None:
+    x, factor = random_rows(1000, device), torch.full((1,), -3.0, device=device)
+    expected = ops.scale_cast(tail(x), factor, torch.float32)
+    y = ops.scale_cast(x, factor, torch.float32)
+    assert torch.equal(y[-TAIL:], expected)
+    torch.ops.ls_train.scale_cast(x, y, factor, True)
+    assert torch.equal(x[-TAIL:], (expected * factor + expected / factor).half())
+
+
+@on_gpu
 def test_cross_entropy(device: str) -> None:
     logits = random_rows(40000, device)
     target = torch.randint(40000, (logits.shape[0],), device=device)

@@ -227,9 +227,9 @@ def test_halves_of_chunks(used: int | None, device: str, dtype: torch.dtype, mon
     expected, parts = sums_and_gradients(), []
     with monkeypatch.context() as patch:
         module = sys.modules[chunk_rows.__module__]  # its name is its function too
-        write = module._write_product
+        write = module.product
         patch.setattr(module, "_SIDE_ROWS", 2)
-        patch.setattr(module, "_write_product", lambda out, *rest: parts.append(len(out)) or write(out, *rest))
+        patch.setattr(module, "product", lambda out, *rest, **more: parts.append(len(out)) or write(out, *rest, **more))
         found = sums_and_gradients()
     assert {2, 6, 7} < set(parts)
     for name, actual, wanted in zip(("loss", "nll", "correct", "dx", "dweight"), found, expected, strict=True):
@@ -302,16 +302,16 @@ def test_error_leaves_nothing_running_beside(monkeypatch) -> None:
     weight.requires_grad_()
     main, beside = torch.cuda.current_stream(), []
     module = sys.modules[chunk_rows.__module__]
-    write = module._write_product
+    write = module.product
 
-    def write_or_fail(*arguments: object) -> None:
+    def write_or_fail(*arguments: object, **options: object) -> None:
         if torch.cuda.current_stream() != main:
             beside.append(torch.cuda.current_stream())
             torch.cuda._sleep(400_000_000)  # cycles
             raise RuntimeError("no product")
-        write(*arguments)
+        write(*arguments, **options)
 
-    monkeypatch.setattr(module, "_write_product", write_or_fail)
+    monkeypatch.setattr(module, "product", write_or_fail)
     with pytest.raises(RuntimeError, match="no product"):
         linear_cross_entropy_gradients(x, weight, target, torch.ones(1, device="cuda"), 0.1, IGNORE)
     main.synchronize()

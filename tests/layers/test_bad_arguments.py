@@ -86,6 +86,7 @@ def operators():
             "window": 5,
             "min_scale": 1e-4,
         },
+        "scale_cast": {"x": x, "factor": one},
         "softmax_dropout": {
             "x": torch.randn(2, HEADS, 3, 4),
             "key_padding_mask": torch.zeros(2, 4, dtype=torch.bool),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ls_train import _library
-from ls_train.ops._product import GEMM_WORKSPACE, gemm_workspace, product, wide_product
+from ls_train.ops._product import GEMM_WORKSPACE, gemm_workspace, product
 from ls_train.testing import assert_accurate, gpus
 
 needs_gpu = pytest.mark.skipif(not gpus(), reason="plans exist only in the compiled library")
@@ -123,7 +123,23 @@ def test_float32_results_of_16_bit_factors(rows, dtype):
             torch.ops.ls_train.product(results[-1], dlogits.t(), x, None, space, accumulate)
         assert torch.equal(*results)
         assert_accurate(results[0], reference, torch.float32)
-        wide_product(out, dlogits.t(), x, accumulate, None)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_float32_results_that_plans_do_not_take(accumulate, dtype):
+    """The same kinds as those that torch makes of 16-bit results, and odd sizes, which have plans."""
+    device = gpus()[0]
+    for out, a, b in (
+        (torch.randn(7, 5, device=device).t(), random(5, 3, dtype=dtype), random(3, 7, dtype=dtype)),
+        (torch.randn(5, 7, device=device), random(5, 6, dtype=dtype)[:, ::2], random(3, 7, dtype=dtype)),
+        (torch.randn(5, 7, device=device), random(5, 0, dtype=dtype), random(0, 7, dtype=dtype)),
+        (torch.randn(0, 7, device=device), random(0, 3, dtype=dtype), random(3, 7, dtype=dtype)),
+        (torch.randn(129, 31, device=device), random(65, 129, dtype=dtype, start=1).t(), random(65, 31, dtype=dtype)),
+    ):
+        reference = a.double() @ b.double() + (out.double() if accumulate else 0)
+        product(out, a, b, None, accumulate)
         assert_accurate(out, reference, torch.float32)
 
 
@@ -187,6 +203,12 @@ def test_a_replayed_graph_has_the_bits_of_eager_calls(accumulate):
         ({"bias": lambda _: torch.ones(6, dtype=torch.float16, device=gpus()[0])}, "argument bias has shape"),
         ({"workspace": lambda w: w[1:]}, "argument workspace does not begin at a multiple of 256 bytes"),
         ({"accumulate": lambda _: True, "bias": lambda _: torch.ones(7).to(gpus()[0]).half()}, "bias must be None"),
+        (
+            {"out": lambda o: o.float(), "bias": lambda _: torch.ones(7).to(gpus()[0]).half()},
+            "bias must be None with a fl",
+        ),
+        ({"out": lambda o: o.double()}, "argument out has dtype float64; convert it to float16"),
+        ({"a": lambda a: a.float()}, "argument out has dtype float16; convert it to float32"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
@@ -215,6 +237,14 @@ def test_torch_makes_them_without_a_compiled_library(dtype):
     assert torch.equal(out, torch.full_like(out, 4))
     product(out, a, b)
     assert torch.equal(out, torch.full_like(out, 3))
+
+
+def test_torch_makes_float32_results_without_a_compiled_library():
+    a, b, out = torch.full((2, 3), 300.0).half(), torch.full((3, 4), 300.0).half(), torch.ones(2, 4)
+    product(out, a, b, accumulate=True)
+    assert torch.equal(out, torch.full_like(out, 270001))
+    product(out, a, b)
+    assert torch.equal(out, torch.full_like(out, 270000))
 
 
 def test_workspace_is_for_16_bit_types_only():
