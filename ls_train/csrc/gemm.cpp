@@ -291,10 +291,10 @@ Plan& plan(const CublasLt& lt, const Problem& problem, Handle handle) {
 
 bool gemm(const GemmContext& context, const TensorRef& out, const TensorRef& a, const TensorRef& b,
           const TensorRef& bias, bool accumulate) {
-  const bool has_type = a.dtype == b.dtype && (a.dtype == DType::kFloat16 || a.dtype == DType::kBFloat16);
-  const bool is_wide = out.dtype == DType::kFloat32 && !bias;
-  if (!has_type || !(is_wide || out.dtype == a.dtype) || context.library == nullptr || context.handle == nullptr)
-    return false;
+  const bool is_wide = out.dtype == DType::kFloat32;
+  const bool fits = a.dtype == b.dtype && (is_wide ? !bias : out.dtype == a.dtype);
+  const bool has_type = fits && (a.dtype == DType::kFloat16 || a.dtype == DType::kBFloat16);
+  if (!has_type || context.library == nullptr || context.handle == nullptr) return false;
   if (out.numel() == 0 || a.numel() == 0) return false;
   static const CublasLt lt(context.library);
   const std::optional<Factor> left = factor(b), right = factor(a), result = factor(out);
