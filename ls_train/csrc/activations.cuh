@@ -1,8 +1,6 @@
 // relu, gelu, gelu_tanh and swish with their derivatives, in float.
 #pragma once
 
-#include <limits>
-
 #include "device.cuh"
 
 namespace ls_train {
@@ -38,8 +36,6 @@ __device__ __forceinline__ float positive_part(float x) {
 // Argument of the logistic function in gelu_tanh(x) = x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3).
 constexpr float kTwiceRootTwoOverPi = 1.5957691216057308f;
 constexpr float kCubic = 0.044715f;
-
-constexpr float kLargest = std::numeric_limits<float>::max();
 
 // gelu(x) = x * Phi(x), Phi the normal distribution. Float: the error function. 16-bit types: polynomials of |x| within
 // an exponential, because the error function alone would take longer than the memory traffic. Minimax on [0, 6]; beyond
@@ -87,7 +83,7 @@ __device__ __forceinline__ float activate(float x, Activation activation, const 
       } else {
         tail = fast_exp2(polynomial(gelu.p, size));
       }
-      return fmaf(-fminf(size, kLargest), tail, positive_part(x));  // infinity times a tail of zero would be NaN
+      return x * fabsf(static_cast<float>(x > 0.f) - tail);  // Phi(x) = 1 - Phi(-x)
     }
     case Activation::kGeluTanh:
       return x * sigmoid_log2(x * fmaf(kLog2E * kTwiceRootTwoOverPi * kCubic, x * x, kLog2E * kTwiceRootTwoOverPi));

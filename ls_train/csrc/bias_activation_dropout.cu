@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kForwardThreads<Kind>,
     Masks8 masks[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (r == 0 || r * turns.groups <= left) values[r] = load_streaming<kWidth>(from);
+      if (r == 0 || r * turns.groups <= left) values[r] = load_global<kWidth>(from);
       advance(from, r + 1 < kRows ? turns.near : turns.far);
     }
 #pragma unroll

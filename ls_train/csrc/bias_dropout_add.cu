@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
       residuals[r] = zero_pack<T, kWidth>();
       if (inside && tile.is_used(r)) {
         const int64_t at = tile.row(r) * columns + column;
-        values[r] = load_streaming<kWidth>(x + at);
-        if (kAdd && residual != nullptr) residuals[r] = load_streaming<kWidth>(residual + at);
+        values[r] = load_global<kWidth>(x + at);
+        if (kAdd && residual != nullptr) residuals[r] = load_global<kWidth>(residual + at);
       }
     }
     const TileDropout<kWidth, kRows> dropped(key, tile, column);

@@ -89,7 +89,15 @@ __device__ __forceinline__ Pack<T, kWidth> load(const T* p) {
   return pack;
 }
 
-// For data that nobody reads again soon: evicted first, so that it does not push useful lines out of L2.
+// The same for an address of which the compiler does not know that it is in global memory.
+template <int kWidth, class T>
+__device__ __forceinline__ Pack<T, kWidth> load_global(const T* p) {
+  Pack<T, kWidth> pack;
+  reinterpret_cast<Word<T, kWidth>&>(pack) = __ldca(reinterpret_cast<const Word<T, kWidth>*>(p));
+  return pack;
+}
+
+// Evicted first, from L1 too. For reads by rows that go all over memory; of rows in order it is slower.
 template <int kWidth, class T>
 __device__ __forceinline__ Pack<T, kWidth> load_streaming(const T* p) {
   Pack<T, kWidth> pack;

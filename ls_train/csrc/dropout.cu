@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocks)
 #pragma unroll
   for (int k = 0; k < kRunPacks; ++k) {
     const int at = first + k * kStep;
-    if (at < in_use && at + kWidth <= length) packs[k] = __ldcs(reinterpret_cast<const uint4*>(x + at));
+    if (at < in_use && at + kWidth <= length) packs[k] = __ldca(reinterpret_cast<const uint4*>(x + at));
   }
   const DropoutKey key = dropout_key(dropout);
   // start = (blockIdx.x / columns * columns + blockIdx.x % columns) * kRun, where the second product has 31 bits.

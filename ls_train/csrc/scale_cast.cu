@@ -25,7 +25,7 @@ struct Words {
 
   __device__ __forceinline__ void load_from(const T* p) {
 #pragma unroll
-    for (int i = 0; i < kWidth / kElements; ++i) words[i] = load_streaming<kElements>(p + i * kElements);
+    for (int i = 0; i < kWidth / kElements; ++i) words[i] = load_global<kElements>(p + i * kElements);
   }
   __device__ __forceinline__ void store_to(T* p) const {
 #pragma unroll

@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kMaxLanes) softmax_dropout_bwd_kernel(const So
       const int c = walk.column(first, k);
       grads[k] = packs[k] = zero_pack<T, kWidth>();
       if (live && c < a.keys) {
-        grads[k] = load_streaming<kWidth>(a.dy + base + c);
-        packs[k] = load_streaming<kWidth>(a.probs + base + c);
+        grads[k] = load_global<kWidth>(a.dy + base + c);
+        packs[k] = load_global<kWidth>(a.probs + base + c);
       }
     }
   };

@@ -121,6 +121,8 @@ def test_overflow_stays_visible(activation: str, device: str, dtype: torch.dtype
     y = bias_activation_dropout(x, None, activation)
     assert torch.equal(y.isposinf(), x.isposinf())
     assert torch.equal(y.isnan(), x.isnan())
+    lowest = torch.full_like(x, -math.inf)
+    assert torch.equal(bias_activation_dropout(lowest, None, activation).isnan(), NATIVE[activation](lowest).isnan())
 
 
 @on_every_type
