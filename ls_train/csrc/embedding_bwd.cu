@@ -2,11 +2,12 @@
 //
 // embedding_bwd_kernel
 //   One launch of three kinds of blocks of 256 threads, each of which writes other rows, every row once, without
-//   atomics and in a fixed order of additions. Blocks for long runs of equal ids look at 256 sorted positions and share
-//   the rows of a run among 32 workers of 8 lanes. Blocks for short runs: a worker has 8 sorted positions and sums the
-//   runs that start there, in order, four rows under way whatever run they belong to. Without accumulate, blocks for 16
-//   table rows each write zeros where no token has the id. Reads dy once; writes (with accumulate also reads) the rows
-//   of the ids in the batch, without accumulate the whole table: (N + V) * C * sizeof(T) bytes.
+//   atomics and in a fixed order of additions. Blocks for long runs of equal ids look at three groups of 256 sorted
+//   positions and share the rows of a run among 32 workers of 8 lanes. Blocks for short runs: a worker has 8 sorted
+//   positions and sums the runs that start there, in order, four rows under way whatever run they belong to. Without
+//   accumulate, blocks for 16 table rows each write zeros where no token has the id. Reads dy once; writes (with
+//   accumulate also reads) the rows of the ids in the batch, without accumulate the whole table:
+//   (N + V) * C * sizeof(T) bytes.
 #include "embedding_bwd.cuh"
 
 namespace ls_train {
@@ -19,42 +20,72 @@ constexpr int kRunLoads = 4;  // rows of a worker that are under way at once
 constexpr int kMaxWorkers = 32;
 template <int kWidth>
 constexpr int kLongLanes = kWidth > 1 ? 8 : kWarp;  // threads of a worker of a long run
+constexpr int kLongGroups = 3;                      // of kBackwardThreads positions, for a block for long runs
+constexpr int kListed = 512;                        // rows of a long run whose numbers are in shared memory
 constexpr int kFillRows = 16;
 
-// Runs of more than kShortRun rows that start in this block's positions, one a thread, one run after another.
+// Runs of more than kShortRun rows that start in this block's groups, one position a thread, one run after another. The
+// groups are long_blocks / long_slices apart, as neighbours often have runs both.
 template <class T, int kWidth>
 __device__ __forceinline__ void sum_long_runs(const EmbeddingBackward<T>& a, unsigned block) {
   constexpr int kLanes = kLongLanes<kWidth>, kWorkers = kBackwardThreads / kLanes, kWarps = kBackwardThreads / kWarp;
-  __shared__ unsigned starts[kWarps];
+  constexpr int64_t kBeyond = -2;  // the end of the run
+  __shared__ unsigned starts[kLongGroups * kWarps];
+  __shared__ int64_t listed[kListed];  // rows of dy, negative where they are not used
   __shared__ float scratch[kWarps * kWidth * kLanes];
-  const int thread = linear_thread(), warp = thread / kWarp, lane = thread % kLanes;
-  const int64_t block_first = static_cast<int64_t>(block / a.long_slices) * kBackwardThreads;
-  const int column = (static_cast<int>(block % a.long_slices) * kLanes + lane) * kWidth;
-  const int64_t at = block_first + thread;
-  bool is_start = false;
-  if (at + kShortRun < a.n) {
-    const int64_t id = a.sorted_ids[at], before = at > 0 ? a.sorted_ids[at - 1] : -1;
-    is_start = id == a.sorted_ids[at + kShortRun] && id != before && a.has_gradient(id);
+  const unsigned thread = linear_thread(), warp = thread / kWarp, lane = thread % kLanes;
+  const int column = static_cast<int>(block % a.long_slices * kLanes + lane) * kWidth;
+  const auto first_of = [&](int group) {
+    return static_cast<int64_t>(block / a.long_slices + group * a.long_step) * kBackwardThreads;
+  };
+  bool is_start[kLongGroups], any = false;
+#pragma unroll
+  for (int group = 0; group < kLongGroups; ++group) {
+    const int64_t at = first_of(group) + thread;
+    is_start[group] = false;
+    if (at + kShortRun < a.n) {
+      const int64_t id = a.sorted_ids[at], before = at > 0 ? a.sorted_ids[at - 1] : -1;
+      is_start[group] = (id == a.sorted_ids[at + kShortRun]) & (id != before) & a.has_gradient(id);
+    }
   }
-  const unsigned mask = __ballot_sync(kAllLanes, is_start);
-  if (thread % kWarp == 0) starts[warp] = mask;
-  if (!__syncthreads_or(is_start)) return;
-  const int64_t used = used_rows(a.rows, a.n);
+#pragma unroll
+  for (int group = 0; group < kLongGroups; ++group) {
+    const unsigned mask = __ballot_sync(kAllLanes, is_start[group]);
+    if (thread % kWarp == 0) starts[group * kWarps + warp] = mask;
+    any |= is_start[group];
+  }
+  if (!__syncthreads_or(any)) return;
   const DropoutKey key = dropout_key(a.dropout);
-  for (int w = 0; w < kWarps; ++w) {
+  for (int w = 0; w < kLongGroups * kWarps; ++w) {
     for (unsigned left = starts[w]; left != 0; left &= left - 1) {
-      const int64_t first = block_first + w * kWarp + __ffs(left) - 1;
-      const int64_t id = a.sorted_ids[first];
+      int64_t at = first_of(w / kWarps) + w % kWarps * kWarp + __ffs(left) - 1;
+      const int64_t id = a.sorted_ids[at];
       float sum[kWidth] = {};
-      if (column < a.columns) {
-        add_run<kRunLoads>(a, key, used, id, first + thread / kLanes, kWorkers, column, sum);
+      for (bool more = true; more; at += kListed) {
+        const int64_t used = used_rows(a.rows, a.n);
+        __syncthreads();  // the rows before have been read
+#pragma unroll
+        for (int i = 0; i < kListed; i += kBackwardThreads) {
+          const int64_t position = at + i + thread;
+          const bool is_inside = position < a.n;
+          const int64_t other = is_inside ? a.sorted_ids[position] : -1, row = is_inside ? a.order[position] : -1;
+          more = more && other == id;
+          listed[i + thread] = other != id ? kBeyond : row < used ? row : -1;
+        }
+        more = __syncthreads_and(more);
+        if (column >= a.columns) continue;
+#pragma unroll 1
+        for (unsigned i = thread / kLanes; i < kListed && listed[i] != kBeyond; i += kWorkers * kRunLoads) {
+          RowLoads<T, kWidth, kRunLoads> loads(a, key, column, [&](int j) { return listed[i + j * kWorkers]; });
+#pragma unroll
+          for (int j = 0; j < kRunLoads; ++j) loads.add(j, sum);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
 #pragma unroll
         for (int step = kLanes; step < kWarp; step *= 2) sum[i] += __shfl_xor_sync(kAllLanes, sum[i], step);
       }
-      __syncthreads();  // the run before has been read
       if (thread % kWarp < kLanes) {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) scratch[(warp * kWidth + i) * kLanes + lane] = sum[i];
@@ -76,75 +107,58 @@ __device__ __forceinline__ void sum_long_runs(const EmbeddingBackward<T>& a, uns
 template <class T, int kWidth>
 __device__ __forceinline__ void sum_short_runs(const EmbeddingBackward<T>& a, unsigned block) {
   enum Kind : char { kGoesOn, kStarts, kOther };  // kOther: the start of a run that is not summed here
+  constexpr int kAhead = kShortRun + kRunLoads;   // positions that the last run may reach into
   // places: rows of dy, negative where they are not used
-  __shared__ int64_t ids[kMaxWorkers * kRunPositions], places[kMaxWorkers * kRunPositions];
-  __shared__ Kind kinds[kMaxWorkers * kRunPositions + 1];  // the last: whether the last run goes on in the next block
-  const int thread = linear_thread(), positions = static_cast<int>(blockDim.y) * kRunPositions;
+  __shared__ int64_t ids[kMaxWorkers * kRunPositions + kAhead], places[kMaxWorkers * kRunPositions + kAhead];
+  __shared__ Kind kinds[kMaxWorkers * kRunPositions + kAhead];
+  const int positions = static_cast<int>(blockDim.y) * kRunPositions;
   const int64_t block_first = static_cast<int64_t>(block / a.column_blocks) * positions;
   const int column = static_cast<int>((block % a.column_blocks * blockDim.x + threadIdx.x) * kWidth);
-  if (thread < positions) {
-    const int64_t at = block_first + thread;
-    int64_t id = -1, before = -1, far = -1, place = 0;
+  for (int i = linear_thread(); i < positions + kAhead; i += kBackwardThreads) {
+    const int64_t at = block_first + i;
+    int64_t id = -1, before = -1, far = -1, place = -1;
     if (at < a.n) {
       id = a.sorted_ids[at];
       place = a.order[at];
       if (at > 0) before = a.sorted_ids[at - 1];
       if (at + kShortRun < a.n) far = a.sorted_ids[at + kShortRun];
     }
-    if (thread == positions - 1) kinds[positions] = at + 1 < a.n && a.sorted_ids[at + 1] == id ? kGoesOn : kOther;
-    ids[thread] = id;
-    places[thread] = place < used_rows(a.rows, a.n) ? place : -1;
-    kinds[thread] = a.has_gradient(id) && id == before ? kGoesOn : a.has_gradient(id) && id != far ? kStarts : kOther;
+    ids[i] = id;
+    places[i] = place < used_rows(a.rows, a.n) ? place : -1;
+    kinds[i] = a.has_gradient(id) && id == before ? kGoesOn : a.has_gradient(id) && id != far ? kStarts : kOther;
   }
   const DropoutKey key = dropout_key(a.dropout);
   __syncthreads();
   if (column >= a.columns) return;
   int chunk = static_cast<int>(threadIdx.y) * kRunPositions;
+  const int end = chunk + kRunPositions;
   float sum[kWidth] = {};
   int open = -1;  // where the run starts that is being summed
 #pragma unroll 1
   do {
-    Pack<T, kWidth> grads[kRunLoads];
-    bool asked[kRunLoads], going = open >= 0;
+    bool going = open >= 0, is_mine[kRunLoads];
 #pragma unroll
     for (int j = 0; j < kRunLoads; ++j) {
       const int p = chunk + j;
-      going = kinds[p] == kStarts || (kinds[p] == kGoesOn && going);
-      asked[j] = going && places[p] >= 0;
-      if (asked[j]) grads[j] = load_streaming<kWidth>(a.dy + places[p] * a.columns + column);
+      going = (kinds[p] == kStarts && p < end) || (kinds[p] == kGoesOn && going);
+      is_mine[j] = going;
     }
-    uint32_t kept = ~0u;
-    if (key.active()) {  // decided while the rows are on their way
-      kept = 0;
-#pragma unroll
-      for (int j = 0; j < kRunLoads; ++j) {
-        const int64_t row = places[chunk + j];
-        const uint32_t group = static_cast<uint32_t>(column) / 8;
-        if constexpr (kWidth > 1) {
-          const uint32_t plane = static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32);
-          join(kept, j, masks8(key, plane, static_cast<uint32_t>(row), group));
-        } else {
-          join(kept, j, keep8(key, row, group));
-        }
-      }
-    }
+    RowLoads<T, kWidth, kRunLoads> loads(a, key, column,
+                                         [&](int j) { return is_mine[j] ? places[chunk + j] : int64_t{-1}; });
 #pragma unroll
     for (int j = 0; j < kRunLoads; ++j) {
       const int p = chunk + j;
       if (kinds[p] != kGoesOn) {
         if (open >= 0) write_row(a, ids[open], column, sum);
-        open = kinds[p] == kStarts ? p : -1;
+        open = is_mine[j] ? p : -1;
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) sum[i] = 0.f;
       }
-      if (asked[j]) add_row(grads[j], split(kept, j), key.scale, column, sum);
+      loads.add(j, sum);
     }
     chunk += kRunLoads;
-  } while (chunk % kRunPositions != 0);
-  if (open < 0) return;
-  const int end = static_cast<int>(threadIdx.y + 1) * kRunPositions;
-  if (kinds[end] == kGoesOn) add_run<2>(a, key, used_rows(a.rows, a.n), ids[open], block_first + end, 1, column, sum);
-  write_row(a, ids[open], column, sum);
+  } while (chunk < end || (open >= 0 && kinds[chunk] == kGoesOn));
+  if (open >= 0) write_row(a, ids[open], column, sum);
 }
 
 // Zeros for the ids among kFillRows that get no gradient.
@@ -220,7 +234,8 @@ cudaError_t embedding_bwd(const TensorRef& dweight, const TensorRef& dy, const T
       const int workers = kBackwardThreads / lanes;
       a.long_slices = ceil_div(packs, long_lanes);
       a.column_blocks = ceil_div(packs, lanes);
-      a.long_blocks = static_cast<unsigned>(ceil_div<int64_t>(a.n, kBackwardThreads) * a.long_slices);
+      a.long_step = static_cast<unsigned>(ceil_div<int64_t>(a.n, kLongGroups * kBackwardThreads)) | 1u;
+      a.long_blocks = a.n > 0 ? a.long_step * a.long_slices : 0;
       a.run_blocks = static_cast<unsigned>(ceil_div<int64_t>(a.n, workers * kRunPositions) * a.column_blocks);
       const unsigned fill_blocks = accumulate ? 0 : static_cast<unsigned>(ceil_div<int64_t>(a.vocabulary, kFillRows));
       const unsigned blocks = a.long_blocks + a.run_blocks + fill_blocks;

@@ -19,6 +19,7 @@ struct EmbeddingBackward {
   bool accumulate;
   Dropout dropout;
   int long_slices, column_blocks;    // blocks beside each other, for long and for short runs
+  unsigned long_step;                // blocks for long runs one below another
   unsigned long_blocks, run_blocks;  // numbers of blocks of these kinds, the first ones
 
   __device__ __forceinline__ bool has_gradient(int64_t id) const {
@@ -26,46 +27,52 @@ struct EmbeddingBackward {
   }
 };
 
-// sum += dropout(grad), where what is dropped of it (keep) has been decided before the row arrived.
-template <class T, int kWidth>
-__device__ __forceinline__ void add_row(Pack<T, kWidth>& grad, const Keep8& keep, float scale, int column,
-                                        float (&sum)[kWidth]) {
-  keep_packed(grad);
-  float d[kWidth];
-  unpack_kept(grad, d, keep, scale, column);
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) sum[i] += d[i];
-}
-
-__device__ __forceinline__ Keep8 decide(const DropoutKey& key, int64_t row, int column) {
-  return key.active() ? keep8(key, row, static_cast<uint32_t>(column) / 8) : keep_all();
-}
-
-// Adds the rows at the sorted positions first, first + step, ... as long as these hold `id`.
-template <int kLoads, class T, int kWidth>
-__device__ __forceinline__ void add_run(const EmbeddingBackward<T>& a, const DropoutKey& key, int64_t used, int64_t id,
-                                        int64_t first, int step, int column, float (&sum)[kWidth]) {
-  for (int64_t at = first; at < a.n && a.sorted_ids[at] == id; at += static_cast<int64_t>(step) * kLoads) {
-    int64_t row[kLoads];
-    Pack<T, kWidth> grads[kLoads];
-    bool asked[kLoads];
+// Packs of kLoads rows of dy that are on their way together. What dropout keeps of them is decided meanwhile.
+template <class T, int kWidth, int kLoads>
+class RowLoads {
+ public:
+  // rows: a function of 0 to kLoads - 1; negative: none.
+  template <class Rows>
+  __device__ __forceinline__ RowLoads(const EmbeddingBackward<T>& a, const DropoutKey& key, int column, Rows&& rows)
+      : scale_(key.scale), column_(column) {
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      const int64_t next = min(at + j * step, a.n - 1);
-      const int64_t other = a.sorted_ids[next];
-      row[j] = a.order[next];  // asked for before the id is known
-      asked[j] = at + j * step < a.n && other == id && row[j] < used;
+      const int64_t row = rows(j);
+      asked_[j] = row >= 0;
+      if (asked_[j]) grads_[j] = load_streaming<kWidth>(a.dy + row * a.columns + column);
     }
+    if (!key.active()) return;
+    kept_ = 0;
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      if (asked[j]) grads[j] = load_streaming<kWidth>(a.dy + row[j] * a.columns + column);
-    }
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      if (asked[j]) add_row(grads[j], decide(key, row[j], column), key.scale, column, sum);
+      const int64_t row = rows(j);
+      const uint32_t group = static_cast<uint32_t>(column) / 8;
+      if constexpr (kWidth > 1) {
+        const uint32_t plane = static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32);
+        join(kept_, j, masks8(key, plane, static_cast<uint32_t>(row), group));
+      } else {
+        join(kept_, j, keep8(key, row, group));
+      }
     }
   }
-}
+
+  // j: a compile-time constant.
+  __device__ __forceinline__ void add(int j, float (&sum)[kWidth]) {
+    if (!asked_[j]) return;
+    keep_packed(grads_[j]);
+    float d[kWidth];
+    unpack_kept(grads_[j], d, split(kept_, j), scale_, column_);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sum[i] += d[i];
+  }
+
+ private:
+  float scale_;
+  int column_;
+  Pack<T, kWidth> grads_[kLoads];
+  bool asked_[kLoads];
+  uint32_t kept_ = ~0u;
+};
 
 template <class T, int kWidth>
 __device__ __forceinline__ void write_row(const EmbeddingBackward<T>& a, int64_t id, int column, float (&sum)[kWidth]) {

@@ -181,18 +181,59 @@ def test_runs_of_every_length(columns: int, accumulate: bool, device: str, dtype
 
 
 @on_every_type
-@pytest.mark.parametrize("before", [0, 5, 480, 505, 1016])
-def test_runs_across_blocks(before: int, device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("before", [0, 5, 206, 215, 255, 480, 505, 1016])
+@pytest.mark.parametrize("columns", [9, 264, 1032])
+def test_runs_across_blocks(columns: int, before: int, device: str, dtype: torch.dtype) -> None:
     """Runs that start in the positions of one block and end in those of another, behind ids that occur once."""
     lengths = torch.tensor([1] * before + [40, 9, 3, 33, 1, 20, 600, 2])
     tokens = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
     tokens = tokens[torch.randperm(tokens.numel(), device=device)]
-    dy = torch.randn(tokens.numel(), 264, device=device).to(dtype)
-    dweight = torch.full((len(lengths), 264), float("nan"), device=device).to(dtype)
+    dy = torch.randn(tokens.numel(), columns, device=device).to(dtype)
+    dweight = torch.full((len(lengths), columns), float("nan"), device=device).to(dtype)
     sorted_ids, order = tokens.sort(stable=True)
     torch.ops.ls_train.embedding_bwd(dweight, dy, order, sorted_ids, None, None, 1.0, 0.0, 0, -1, False)
     expected = torch.zeros(dweight.shape, dtype=torch.float64, device=device).index_add_(0, tokens, dy.double())
     assert_accurate(dweight, expected, dtype)
+
+
+@on_every_type
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("rows", [1, 33, 255, 256, 257, 290])
+def test_long_run_at_the_end(rows: int, accumulate: bool, device: str, dtype: torch.dtype) -> None:
+    """The last ids are equal; wide rows, so that blocks sum parts of this run that have no other positions to sum."""
+    tokens = (torch.arange(rows) // 2).clamp(max=max(0, rows - 40) // 2).to(device)
+    dy = torch.randn(rows, 2056, device=device).to(dtype)
+    before = torch.randn(rows, 2056, device=device).to(dtype)
+    dweight = before.clone()
+    torch.ops.ls_train.embedding_bwd(
+        dweight, dy, torch.arange(rows, device=device), tokens, None, None, 1.0, 0.0, 0, -1, accumulate
+    )
+    expected = before.double() if accumulate else torch.zeros_like(before, dtype=torch.float64)
+    assert_accurate(dweight, expected.index_add(0, tokens, dy.double()), dtype)
+
+
+@on_every_type
+@pytest.mark.parametrize("used", [0, 1, 2000, 6000])
+@pytest.mark.parametrize("columns", [16, 19])
+def test_long_runs_with_dropout_and_unused_rows(columns: int, used: int, device: str, dtype: torch.dtype) -> None:
+    """Against float64 on the CPU: runs around the lengths that are summed in other ways, or in several passes."""
+    lengths = torch.tensor([511, 1, 512, 32, 513, 33, 1024, 31, 1025, 64, 2, 1500])
+    tokens = torch.arange(len(lengths)).repeat_interleave(lengths)
+    tokens = tokens[torch.randperm(len(tokens))]
+    dy = torch.randn(len(tokens), columns).to(dtype)
+    sorted_ids, order = tokens.sort(stable=True)
+    seed, rows = seed_tensor(7, device), torch.tensor([used], dtype=torch.int32, device=device)
+
+    def gradient(dy: torch.Tensor) -> torch.Tensor:
+        dweight = torch.full((len(lengths), columns), float("nan"), dtype=dy.dtype, device=dy.device)
+        inputs = [tensor.to(dy.device) for tensor in (dy, order, sorted_ids, seed, rows)]
+        torch.ops.ls_train.embedding_bwd(dweight, *inputs, 2.0, 0.3, 5, -1, False)
+        return dweight
+
+    expected = gradient(dy.double()).to(device)
+    dweight = gradient(dy.to(device))
+    assert_accurate(dweight, expected, dtype)
+    assert torch.equal(dweight, gradient(dy.to(device)))
 
 
 @on_every_type
