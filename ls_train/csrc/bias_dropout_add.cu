@@ -4,10 +4,9 @@
 //   Tiles of row_kernels.cuh, a block each, the bias pack in registers; bias and residual may be absent, which makes it
 //   dropout alone. Reads x and residual once, writes y once: 3 (without residual: 2) * N * C * sizeof(T) bytes.
 // bias_dropout_add_bwd_kernel
-//   Rows in packs, at most 264 row blocks that take them in turn, the column sums in registers. The next row of a
-//   thread is on its way into shared memory; with more of them memory is slower. Reads dy once, writes dx once: 2 * N *
-//   C * sizeof(T) bytes. kSumOnly: without dropout, where dx is dy itself and not written, so that nothing is computed
-//   that hides the wait for memory: three rows are on their way. N * C * sizeof(T) bytes.
+//   Rows in packs, at most 264 row blocks that take them in turn, the column sums in registers. Three more rows of a
+//   thread are on their way into shared memory. Reads dy once, writes dx once: 2 * N * C * sizeof(T) bytes. kSumOnly:
+//   without dropout, where dx is dy itself and not written: N * C * sizeof(T) bytes.
 // bias_dropout_add_bwd_plain_kernel
 //   The same for rows that are no whole packs, in tiles. The same bytes.
 #include "row_kernels.cuh"
@@ -15,8 +14,9 @@
 namespace ls_train {
 namespace {
 
-// Blocks of the backward: as many as fit at a time.
-constexpr int64_t kBackwardGrid = 512;
+// Blocks of the backward, with and without dx: about half of those that fit, and as many as fit.
+constexpr int64_t kBackwardGrid = 256, kSumGrid = 512;
+constexpr int kStages = 4;  // rows of a thread on their way, the one it works on among them
 
 // kAdd: with bias or residual; without them, dropout alone.
 template <class T, int kWidth, bool kAdd>
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_dropout_add_bwd_kernel(T* __restrict__ dx, float* __restrict__ workspace, const T* __restrict__ dy,
                                 const int32_t* __restrict__ rows, int64_t n, int columns, const Dropout dropout,
                                 const Turns turns) {
-  constexpr int kWidth = kPackWidth<T>, kStages = kSumOnly ? 4 : 2;
+  constexpr int kWidth = kPackWidth<T>;
   // Every thread fills and reads its own slots, so there are no barriers.
   __shared__ Pack<T, kWidth> ring[kStages][kTileThreads];
   const int column = tile_column<kWidth>(), thread = linear_thread();
@@ -188,7 +188,7 @@ cudaError_t bias_dropout_add_bwd(const TensorRef& dx, const TensorRef& dbias, co
     const cudaError_t error = dispatch_type(dy.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
       if (masks_fit(dropout) && packs_fit<T>(columns, dx.data, dy.data, workspace.data)) {
-        const Tiles t = tiles(n, columns, kPackWidth<T>, 1, kMaxRowBlocks, kBackwardGrid);
+        const Tiles t = tiles(n, columns, kPackWidth<T>, 1, kMaxRowBlocks, dx ? kBackwardGrid : kSumGrid);
         row_blocks = static_cast<int>(t.grid.y);
         const auto kernel = dx ? bias_dropout_add_bwd_kernel<T, false> : bias_dropout_add_bwd_kernel<T, true>;
         kernel<<<t.grid, t.block, 0, stream>>>(dx.as<T>(), workspace.as<float>(), dy.as<T>(), rows.as<int32_t>(), n,
