@@ -134,11 +134,6 @@ __device__ __forceinline__ void store_global(T* p, const Pack<T, kWidth>& pack) 
 }
 
 template <class T, int kWidth>
-__device__ __forceinline__ void store_streaming(T* p, const Pack<T, kWidth>& pack) {
-  __stcs(reinterpret_cast<Word<T, kWidth>*>(p), reinterpret_cast<const Word<T, kWidth>&>(pack));
-}
-
-template <class T, int kWidth>
 __device__ __forceinline__ Pack<T, kWidth> zero_pack() {
   Pack<T, kWidth> pack;
 #pragma unroll

@@ -2,12 +2,12 @@
 //
 // embedding_bwd_kernel
 //   One launch of three kinds of blocks of 256 threads, each of which writes other rows, every row once, without
-//   atomics and in a fixed order of additions. Blocks for long runs of equal ids look at three groups of 256 sorted
-//   positions and share the rows of a run among 32 workers of 8 lanes. Blocks for short runs: a worker has 8 sorted
-//   positions and sums the runs that start there, in order, four rows under way whatever run they belong to. Without
-//   accumulate, blocks for 16 table rows each write zeros where no token has the id. Reads dy once; writes (with
-//   accumulate also reads) the rows of the ids in the batch, without accumulate the whole table:
-//   (N + V) * C * sizeof(T) bytes.
+//   atomics and in a fixed order of additions. Blocks for long runs of equal ids look at up to three groups of 256
+//   sorted positions and share the rows of a run among 32 workers of 8 lanes. Blocks for short runs: a worker has 8
+//   sorted positions and sums the runs that start there, in order, four rows under way whatever run they belong to.
+//   Without accumulate, blocks for 16 table rows each write zeros where no token has the id. Reads dy once; writes
+//   (with accumulate also reads) the rows of the ids in the batch, without accumulate the whole table: (N + V) * C *
+//   sizeof(T) bytes.
 #include "embedding_bwd.cuh"
 
 namespace ls_train {
@@ -20,7 +20,8 @@ constexpr int kRunLoads = 4;  // rows of a worker that are under way at once
 constexpr int kMaxWorkers = 32;
 template <int kWidth>
 constexpr int kLongLanes = kWidth > 1 ? 8 : kWarp;  // threads of a worker of a long run
-constexpr int kLongGroups = 3;                      // of kBackwardThreads positions, for a block for long runs
+constexpr int kLongGroups = 3;                      // most groups of kBackwardThreads positions of a block
+constexpr int kLongBlocks = 384;                    // blocks for long runs if as many groups suffice: they fit at once
 constexpr int kListed = 512;                        // rows of a long run whose numbers are in shared memory
 constexpr int kFillRows = 16;
 
@@ -234,7 +235,10 @@ cudaError_t embedding_bwd(const TensorRef& dweight, const TensorRef& dy, const T
       const int workers = kBackwardThreads / lanes;
       a.long_slices = ceil_div(packs, long_lanes);
       a.column_blocks = ceil_div(packs, lanes);
-      a.long_step = static_cast<unsigned>(ceil_div<int64_t>(a.n, kLongGroups * kBackwardThreads)) | 1u;
+      const int64_t groups = ceil_div<int64_t>(a.n, kBackwardThreads);
+      const int64_t fewest = ceil_div<int64_t>(groups, kLongGroups);
+      const int64_t several = std::min<int64_t>(groups, kLongBlocks / a.long_slices);
+      a.long_step = static_cast<unsigned>(std::max(fewest, several)) | 1u;
       a.long_blocks = a.n > 0 ? a.long_step * a.long_slices : 0;
       a.run_blocks = static_cast<unsigned>(ceil_div<int64_t>(a.n, workers * kRunPositions) * a.column_blocks);
       const unsigned fill_blocks = accumulate ? 0 : static_cast<unsigned>(ceil_div<int64_t>(a.vocabulary, kFillRows));
