@@ -10,7 +10,7 @@
 
 namespace ls_train {
 
-// kFloating: one type a call; kAnyFloating: any of the types that this one may be
+// kFloating: float32, float16 or bfloat16, the same throughout a call; kAnyFloating: any of these
 enum class Type : char { kFloating, kAnyFloating, kFloat32, kFloat64, kInt64, kInt32, kInt16, kUInt8, kBool };
 
 // shape has one character a dimension: a capital letter stands for one size throughout a call, "+" after it for one

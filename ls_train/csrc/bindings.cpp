@@ -740,7 +740,7 @@ Tensor float32_copy(const Tensor& tensor) {
 }
 
 // ATen's products, without the dispatcher: autograd, autocast and modes have no say inside a layer's pass. Those of
-// 16-bit factors with a float32 result, which no layer has, take copies of the factors.
+// 16-bit factors with a float32 result, which no layer has, take float32 copies of the factors.
 void aten_product(const View& out, const View& a, const View& b, const View& bias, bool accumulate) {
   using Mm = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle);
   using Addmm =

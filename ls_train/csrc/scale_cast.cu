@@ -1,5 +1,6 @@
-// out = factor * x, or out += factor * x, in float and rounded once; out and x may have different types. Reads x, and
-// out with accumulate, and writes out once: N * C * (sizeof(In) + sizeof(Out)) bytes without accumulate.
+// out = factor * x, or out += factor * x, in float and rounded once; out and x may have different types, and must not
+// overlap then. Reads x, and out with accumulate, and writes out once: N * C * (sizeof(In) + sizeof(Out)) bytes without
+// accumulate.
 //
 // scale_cast_kernel
 //   The tensors as one run, a tile a block: kPacks packs a thread, blockDim.x apart, all of them loaded before the

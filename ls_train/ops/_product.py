@@ -39,7 +39,13 @@ def product(
         accumulate: add to what ``out`` holds.
         space: uint8 (:func:`gemm_workspace`,), scratch that nothing else uses until the product is done; None: taken
             from the workspace of the current stream.
+
+    Raises:
+        RuntimeError: types, sizes or memory do not fit.
+        ValueError: ``bias`` with ``accumulate``.
     """
+    if accumulate and bias is not None:
+        raise ValueError("ls_train.product: argument bias must be None with accumulate")
     size = gemm_workspace(a.itemsize)
     run = compiled("product", out) if size and not torch.compiler.is_compiling() else None
     if run is not None and space is not None:
@@ -51,10 +57,11 @@ def product(
         torch.addmm(bias, a, b, out=out)
     else:
         kind = {}
-        if out.dtype != a.dtype and out.is_cuda:
-            kind["out_dtype"] = out.dtype
-        else:  # on the CPU torch has no wider results
-            a, b = a.to(out.dtype), b.to(out.dtype)
+        if out.dtype == torch.float32 and a.dtype == b.dtype and a.itemsize == 2:  # torch refuses other mixtures
+            if out.is_cuda:
+                kind["out_dtype"] = out.dtype
+            else:  # on the CPU torch has no wider results
+                a, b = a.float(), b.float()
         if accumulate:
             torch.addmm(out, a, b, out=out, **kind)
         else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ls_train._library import define, reference
-from ls_train.ops._arguments import Arguments, check_kinds, statistics_dtype
+from ls_train.ops._arguments import FLOAT_TYPES, Arguments, check_kinds, statistics_dtype
 from ls_train.ops._reference import store_gradient
 
 define("scale_cast", "(Tensor(a!) out, Tensor x, Tensor factor, bool accumulate) -> ()")
@@ -17,7 +17,7 @@ define("scale_cast", "(Tensor(a!) out, Tensor x, Tensor factor, bool accumulate)
 
 @reference("scale_cast")
 def _scale_cast(out: Tensor, x: Tensor, factor: Tensor, accumulate: bool) -> None:
-    """Write ``factor * x``, or add it with ``accumulate``."""
+    """Write ``factor * x``, or add it with ``accumulate``; ``out`` and ``x`` of different types must not overlap."""
     arguments = Arguments("scale_cast", "out", out, 2)
     wide = _check_inputs(x, factor, out.dtype)
     arguments.tensor("x", x, out.shape, x.dtype)
@@ -25,6 +25,7 @@ def _scale_cast(out: Tensor, x: Tensor, factor: Tensor, accumulate: bool) -> Non
 
 
 @check_kinds
+@torch.no_grad()
 def scale_cast(x: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``factor * x`` in ``dtype``, calculated in float32 (float64 if one of the types is) and rounded once.
 
@@ -39,7 +40,11 @@ def scale_cast(x: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> T
         TypeError: a dtype does not fit.
         ValueError: a shape, device or memory layout does not fit.
     """
-    dtype = x.dtype if dtype is None else dtype
+    if dtype is None:
+        dtype = x.dtype
+    elif dtype not in FLOAT_TYPES or (dtype == torch.float64 and x.is_cuda):
+        what = "float32, float16, bfloat16 or, on the CPU, float64"
+        raise TypeError(f"ls_train.scale_cast: argument dtype = {dtype}; use {what}")
     _check_inputs(x, factor, dtype)
     out = torch.empty_like(x, dtype=dtype)
     torch.ops.ls_train.scale_cast(out, x, factor, False)

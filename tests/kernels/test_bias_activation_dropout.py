@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from ls_train.ops import bias_activation_dropout
 from ls_train.ops.bias_activation_dropout import ACTIVATIONS, bias_activation_dropout_workspace
+from ls_train.rng import keep_mask, keep_scale
 from ls_train.testing import ROW_SHAPES, assert_accurate, assert_matches_torch, gpus
 from tests.kernels.leaf_contract import Call, LeafContract, call, on_a_card, on_every_type, run, seed_tensor
 from tests.kernels.test_dropout import RATES, kept
@@ -86,30 +87,36 @@ def test_large_inputs(activation: str, device: str, dtype: torch.dtype) -> None:
     assert_matches_torch(lambda x: bias_activation_dropout(x, None, activation), NATIVE[activation], (x,))
 
 
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.9])
 @pytest.mark.parametrize("columns", [8, 7], ids=["packs", "single"])
 @pytest.mark.parametrize("dtype, smallest", [(torch.float16, -14), (torch.bfloat16, -20)], ids=str)
 @pytest.mark.parametrize("device", gpus())
-def test_gelu_of_every_value(device: str, dtype: torch.dtype, smallest: int, columns: int) -> None:
+def test_gelu_of_every_value(device: str, dtype: torch.dtype, smallest: int, columns: int, p: float) -> None:
     """All finite numbers: three quarters of a unit in the last place, of which rounding makes half, and 2e-7; gradients
-    2e-5 beside the rounding. The CPU's reference is torch's own gelu, whose error depends on its version."""
+    2e-5 beside the rounding. With dropout, whose factor is in the coefficients of packs, the same of what is kept and
+    fits, times the factor. The CPU's reference is torch's own gelu, whose error depends on its version."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     x = x[x.isfinite()]
     x = x[: x.numel() // columns * columns].view(-1, columns).to(device)
+    seed, leaf = seed_tensor(3, device), torch.ops.ls_train
+    mask, factor = keep_mask(seed.cpu(), 0, *x.shape, p).to(device), keep_scale(p)
+    y, dx, ones = torch.empty_like(x), torch.empty_like(x), torch.ones_like(x)
+    leaf.bias_activation_dropout_fwd(y, x, None, seed, None, p, 0, "gelu")
+    leaf.bias_activation_dropout_bwd(dx, None, None, None, ones, x, None, seed, None, p, 0, "gelu", False)
     reference = x.double().requires_grad_()
     F.gelu(reference).backward(torch.ones_like(reference))
-    y, dx = torch.empty_like(x), torch.empty_like(x)
-    leaf = torch.ops.ls_train
-    leaf.bias_activation_dropout_fwd(y, x, None, None, None, 0.0, 0, "gelu")
-    leaf.bias_activation_dropout_bwd(
-        dx, None, None, None, torch.ones_like(x), x, None, None, None, 0.0, 0, "gelu", False
-    )
+    expected, slope = factor * F.gelu(reference.detach()), factor * reference.grad
+    assert not y[~mask].any()
+    assert not dx[~mask].any()
 
     def units(values: torch.Tensor, least: int) -> torch.Tensor:
         return torch.finfo(dtype).eps * torch.exp2(values.abs().clamp(min=2.0**least).log2().floor())
 
-    expected = F.gelu(reference.detach())
-    assert ((y.double() - expected).abs() - units(expected, smallest) * 0.75).max() <= 2e-7
-    assert ((dx.double() - reference.grad).abs() - units(reference.grad, smallest) / 2).max() <= 2e-5
+    fits = mask & (factor * reference.detach().abs() < torch.finfo(dtype).max)
+    error = (y.double() - expected).abs() - units(expected, smallest) * 0.75
+    assert error[fits].max() <= 2e-7 * factor
+    error = (dx.double() - slope).abs() - units(slope, smallest) / 2
+    assert error[fits].max() <= 2e-5 * factor
 
 
 @on_every_type

@@ -212,6 +212,20 @@ def test_long_run_at_the_end(rows: int, accumulate: bool, device: str, dtype: to
     assert_accurate(dweight, expected.index_add(0, tokens, dy.double()), dtype)
 
 
+@on_every_gpu_type
+@pytest.mark.parametrize("columns", [1031, 1032])
+def test_blocks_that_look_for_long_runs_in_several_places(columns: int, device: str, dtype: torch.dtype) -> None:
+    """Rows so many and wide that every block for long runs has up to three groups of positions, runs in each."""
+    lengths = torch.tensor([40, 1, 3, 33, 64, 17, 100, 2] * 40)
+    tokens = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+    dy = torch.randn(tokens.numel(), columns, device=device).to(dtype)
+    dweight = torch.full((len(lengths), columns), float("nan"), device=device).to(dtype)
+    order = torch.arange(tokens.numel(), device=device)
+    torch.ops.ls_train.embedding_bwd(dweight, dy, order, tokens, None, None, 1.0, 0.0, 0, -1, False)
+    expected = torch.zeros(dweight.shape, dtype=torch.float64, device=device).index_add_(0, tokens, dy.double())
+    assert_accurate(dweight, expected, dtype)
+
+
 @on_every_type
 @pytest.mark.parametrize("used", [0, 1, 2000, 6000])
 @pytest.mark.parametrize("columns", [16, 19])

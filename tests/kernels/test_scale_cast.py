@@ -168,8 +168,16 @@ def test_compiled_errors(changes: dict[str, Tensor], message: str) -> None:
         operator("scale_cast")(**moved, accumulate=False)
 
 
+@on_every_type
+def test_is_not_differentiable(device: str, dtype: torch.dtype) -> None:
+    x = torch.ones(2, 3, device=device, dtype=dtype, requires_grad=True)
+    assert not scale_cast(x, factor_of(2.0, device, dtype).requires_grad_()).requires_grad
+
+
 def test_errors() -> None:
     x, one = torch.ones(2, 3), torch.ones(1)
+    with pytest.raises(TypeError, match="argument dtype = torch.int64; use float32"):
+        scale_cast(x, one, torch.int64)
     with pytest.raises(ValueError, match=r"scale_cast: argument x has shape \(3,\); it needs 2 dimensions"):
         scale_cast(x[0], one)
     with pytest.raises(TypeError, match="argument factor has dtype torch.float32; convert it to torch.float64"):

@@ -247,6 +247,19 @@ def test_torch_makes_float32_results_without_a_compiled_library():
     assert torch.equal(out, torch.full_like(out, 270000))
 
 
+@pytest.mark.parametrize("types", [("float16", "float32", "float32"), ("float32", "float16", "bfloat16")])
+def test_other_mixtures_are_refused_without_a_compiled_library(types):
+    out, a, b = (torch.ones(size, dtype=getattr(torch, kind)) for kind, size in zip(types, ((2, 4), (2, 3), (3, 4))))
+    with pytest.raises(RuntimeError, match="dtype"):
+        product(out, a, b)
+
+
+def test_a_bias_is_refused_with_accumulate():
+    out, a, b, bias = torch.ones(2, 4), torch.ones(2, 3), torch.ones(3, 4), torch.ones(4)
+    with pytest.raises(ValueError, match="argument bias must be None with accumulate"):
+        product(out, a, b, bias, accumulate=True)
+
+
 def test_workspace_is_for_16_bit_types_only():
     assert [gemm_workspace(dtype.itemsize) for dtype in (torch.float16, torch.bfloat16)] == [GEMM_WORKSPACE] * 2
     assert [gemm_workspace(dtype.itemsize) for dtype in (torch.float32, torch.float64)] == [0, 0]
