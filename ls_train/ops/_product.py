@@ -56,12 +56,10 @@ def product(
     elif bias is not None:
         torch.addmm(bias, a, b, out=out)
     else:
-        kind = {}
-        if out.dtype == torch.float32 and a.dtype == b.dtype and a.itemsize == 2:  # torch refuses other mixtures
-            if out.is_cuda:
-                kind["out_dtype"] = out.dtype
-            else:  # on the CPU torch has no wider results
-                a, b = a.float(), b.float()
+        is_wide = out.dtype == torch.float32 and a.dtype == b.dtype and a.itemsize == 2  # torch refuses other mixtures
+        if is_wide and not out.is_cuda:  # on the CPU torch has no wider results
+            a, b = a.float(), b.float()
+        kind = {"out_dtype": out.dtype} if is_wide and out.is_cuda else {}
         if accumulate:
             torch.addmm(out, a, b, out=out, **kind)
         else:

@@ -180,6 +180,16 @@ def test_runs_of_every_length(columns: int, accumulate: bool, device: str, dtype
     assert torch.equal(dweight, gradient())
 
 
+def assert_sums_rows(tokens: Tensor, columns: int, dtype: torch.dtype) -> None:
+    """Assert that the gradient of a table, all of whose ids occur, is the sum of each id's rows."""
+    dy = torch.randn(tokens.numel(), columns, device=tokens.device).to(dtype)
+    dweight = torch.full((int(tokens.max()) + 1, columns), float("nan"), device=tokens.device).to(dtype)
+    sorted_ids, order = tokens.sort(stable=True)
+    torch.ops.ls_train.embedding_bwd(dweight, dy, order, sorted_ids, None, None, 1.0, 0.0, 0, -1, False)
+    expected = torch.zeros(dweight.shape, dtype=torch.float64, device=tokens.device).index_add_(0, tokens, dy.double())
+    assert_accurate(dweight, expected, dtype)
+
+
 @on_every_type
 @pytest.mark.parametrize("before", [0, 5, 206, 215, 255, 480, 505, 1016])
 @pytest.mark.parametrize("columns", [9, 264, 1032])
@@ -187,13 +197,7 @@ def test_runs_across_blocks(columns: int, before: int, device: str, dtype: torch
     """Runs that start in the positions of one block and end in those of another, behind ids that occur once."""
     lengths = torch.tensor([1] * before + [40, 9, 3, 33, 1, 20, 600, 2])
     tokens = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
-    tokens = tokens[torch.randperm(tokens.numel(), device=device)]
-    dy = torch.randn(tokens.numel(), columns, device=device).to(dtype)
-    dweight = torch.full((len(lengths), columns), float("nan"), device=device).to(dtype)
-    sorted_ids, order = tokens.sort(stable=True)
-    torch.ops.ls_train.embedding_bwd(dweight, dy, order, sorted_ids, None, None, 1.0, 0.0, 0, -1, False)
-    expected = torch.zeros(dweight.shape, dtype=torch.float64, device=device).index_add_(0, tokens, dy.double())
-    assert_accurate(dweight, expected, dtype)
+    assert_sums_rows(tokens[torch.randperm(tokens.numel(), device=device)], columns, dtype)
 
 
 @on_every_type
@@ -218,12 +222,7 @@ def test_blocks_that_look_for_long_runs_in_several_places(columns: int, device: 
     """Rows so many and wide that every block for long runs has up to three groups of positions, runs in each."""
     lengths = torch.tensor([40, 1, 3, 33, 64, 17, 100, 2] * 40)
     tokens = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
-    dy = torch.randn(tokens.numel(), columns, device=device).to(dtype)
-    dweight = torch.full((len(lengths), columns), float("nan"), device=device).to(dtype)
-    order = torch.arange(tokens.numel(), device=device)
-    torch.ops.ls_train.embedding_bwd(dweight, dy, order, tokens, None, None, 1.0, 0.0, 0, -1, False)
-    expected = torch.zeros(dweight.shape, dtype=torch.float64, device=device).index_add_(0, tokens, dy.double())
-    assert_accurate(dweight, expected, dtype)
+    assert_sums_rows(tokens, columns, dtype)
 
 
 @on_every_type
